@@ -1,0 +1,376 @@
+"""A table: how each architecture names and lays out its tensors. Adding a family is adding a row.
+
+A layout says how to get from a stored tensor to the canonical (in, out) matrix whose columns (for Q, K, V) or rows (for O)
+are in head-major order. What a head is, is decided in :mod:`ov_circuits.model` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ov_circuits.checkpoint.stores import RenamedStore, TensorStore
+from ov_circuits.errors import CircuitsError
+
+Role = Literal["Q", "K", "V", "O"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The numbers of a checkpoint's config, under one set of names."""
+
+    family: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_model: int
+    d_head: int
+    d_mlp: int
+    n_vocab: int
+    n_ctx: int
+    norm: Literal["LayerNorm", "RMSNorm"]
+    norm_eps: float
+    positions: Literal["learned", "rotary"]
+    tied: bool
+    rope_theta: float | None = None
+    scale_by_layer: bool = False
+    scale_scores: bool = True
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key/value head."""
+        return self.n_heads // self.n_kv_heads
+
+    def score_scale(self, layer: int) -> float:
+        """What a layer's raw query-key products are multiplied by before the softmax."""
+        scale = self.d_head**-0.5 if self.scale_scores else 1.0
+        return scale / (layer + 1) if self.scale_by_layer else scale
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of Q, K, V, O in the file.
+
+    Attributes:
+        name: the module's name with ``{layer}``; ``.weight`` and ``.bias`` hang below it.
+        stored_in_out: the weight is (in, out) as in GPT-2's Conv1D; otherwise (out, in) as in torch's Linear.
+        part: in a fused projection, which of the equal parts along the outputs; None when the tensor is its own.
+    """
+
+    name: str
+    stored_in_out: bool = False
+    part: int | None = None
+
+    def weight(self, store: TensorStore, layer: int) -> Tensor:
+        """The (in, out) matrix, head-major along its heads."""
+        stored = store.read(f"{self.name.format(layer=layer)}.weight")
+        matrix = stored if self.stored_in_out else stored.mT
+        return matrix if self.part is None else matrix.chunk(3, dim=1)[self.part]
+
+    def bias(self, store: TensorStore, layer: int) -> Tensor | None:
+        """The bias along the outputs; None when the file has none."""
+        name = f"{self.name.format(layer=layer)}.bias"
+        if name not in store:
+            return None
+        bias = store.read(name)
+        return bias if self.part is None else bias.chunk(3)[self.part]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table.
+
+    Attributes:
+        name: what pages call it.
+        architecture: config -> :class:`Architecture`.
+        prefix: what some files put before every name but the unembedding's.
+        projections: Q, K, V, O.
+        embed, unembed, positions: embedding tensors' names; ``positions`` is None without learned positions.
+        norms: names of the attention's and the MLP's reading norm (with ``{layer}``), and of the final one.
+        shapes: all tensors of the model with the shapes that the config implies, by group.
+    """
+
+    name: str
+    architecture: Callable[[Mapping[str, Any]], Architecture]
+    prefix: str
+    projections: Mapping[Role, Projection]
+    embed: str
+    unembed: str
+    positions: str | None
+    attention_norm: str
+    mlp_norm: str
+    final_norm: str
+    shapes: Callable[[Architecture, Mapping[str, Any]], Shapes]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Expected shapes by group: attention must be there, embeddings and MLPs may be absent as a whole."""
+
+    attention: dict[str, tuple[int, ...]]
+    embeddings: dict[str, tuple[int, ...]]
+    mlps: dict[str, tuple[int, ...]]
+
+
+# -- GPT-2 ------------------------------------------------------------------------------------------------------------
+
+
+def _gpt2_architecture(config: Mapping[str, Any]) -> Architecture:
+    get = _Config(config, "gpt2")
+    d_model, n_heads = get.count("n_embd"), get.count("n_head")
+    if d_model % n_heads:
+        raise CircuitsError(f"the config says n_embd = {d_model} and n_head = {n_heads}: heads do not divide the width")
+    return Architecture(
+        family="gpt2",
+        n_layers=get.count("n_layer"),
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        d_model=d_model,
+        d_head=d_model // n_heads,
+        d_mlp=get.count("n_inner", 4 * d_model),
+        n_vocab=get.count("vocab_size"),
+        n_ctx=get.count("n_positions", config.get("n_ctx")),
+        norm="LayerNorm",
+        norm_eps=get.number("layer_norm_epsilon", 1e-5),
+        positions="learned",
+        tied=bool(config.get("tie_word_embeddings", True)),
+        scale_by_layer=bool(config.get("scale_attn_by_inverse_layer_idx", False)),
+        scale_scores=bool(config.get("scale_attn_weights", True)),
+    )
+
+
+def _gpt2_shapes(a: Architecture, config: Mapping[str, Any]) -> Shapes:
+    attention: dict[str, tuple[int, ...]] = {}
+    mlps: dict[str, tuple[int, ...]] = {}
+    for i in range(a.n_layers):
+        attention |= {
+            f"h.{i}.ln_1.weight": (a.d_model,),
+            f"h.{i}.ln_1.bias": (a.d_model,),
+            f"h.{i}.attn.c_attn.weight": (a.d_model, 3 * a.d_model),
+            f"h.{i}.attn.c_attn.bias": (3 * a.d_model,),
+            f"h.{i}.attn.c_proj.weight": (a.d_model, a.d_model),
+            f"h.{i}.attn.c_proj.bias": (a.d_model,),
+        }
+        mlps |= {
+            f"h.{i}.ln_2.weight": (a.d_model,),
+            f"h.{i}.ln_2.bias": (a.d_model,),
+            f"h.{i}.mlp.c_fc.weight": (a.d_model, a.d_mlp),
+            f"h.{i}.mlp.c_fc.bias": (a.d_mlp,),
+            f"h.{i}.mlp.c_proj.weight": (a.d_mlp, a.d_model),
+            f"h.{i}.mlp.c_proj.bias": (a.d_model,),
+        }
+    embeddings: dict[str, tuple[int, ...]] = {
+        "wte.weight": (a.n_vocab, a.d_model),
+        "wpe.weight": (a.n_ctx, a.d_model),
+        "ln_f.weight": (a.d_model,),
+        "ln_f.bias": (a.d_model,),
+    }
+    if not a.tied:
+        embeddings["lm_head.weight"] = (a.n_vocab, a.d_model)
+    return Shapes(attention, embeddings, mlps)
+
+
+GPT2 = Family(
+    name="gpt2",
+    architecture=_gpt2_architecture,
+    prefix="transformer.",
+    projections={
+        "Q": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=0),
+        "K": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=1),
+        "V": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=2),
+        "O": Projection("h.{layer}.attn.c_proj", stored_in_out=True),
+    },
+    embed="wte",
+    unembed="lm_head",
+    positions="wpe",
+    attention_norm="h.{layer}.ln_1",
+    mlp_norm="h.{layer}.ln_2",
+    final_norm="ln_f",
+    shapes=_gpt2_shapes,
+)
+
+# -- Llama and what has its layout ------------------------------------------------------------------------------------
+
+
+def _llama_architecture(config: Mapping[str, Any]) -> Architecture:
+    get = _Config(config, "llama")
+    d_model, n_heads = get.count("hidden_size"), get.count("num_attention_heads")
+    n_kv_heads = get.count("num_key_value_heads", n_heads)
+    if n_heads % n_kv_heads:
+        raise CircuitsError(
+            f"the config says {n_heads} query heads on {n_kv_heads} key/value heads: groups would not be equal"
+        )
+    if config.get("head_dim") is None and d_model % n_heads:
+        raise CircuitsError(
+            f"the config says hidden_size = {d_model} and num_attention_heads = {n_heads}, which do not divide, "
+            "and gives no head_dim"
+        )
+    rope = config.get("rope_parameters") or {}
+    return Architecture(
+        family="llama",
+        n_layers=get.count("num_hidden_layers"),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        d_model=d_model,
+        d_head=get.count("head_dim", d_model // n_heads),
+        d_mlp=get.count("intermediate_size"),
+        n_vocab=get.count("vocab_size"),
+        n_ctx=get.count("max_position_embeddings", 2048),
+        norm="RMSNorm",
+        norm_eps=get.number("rms_norm_eps", 1e-6),
+        positions="rotary",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+    )
+
+
+def _llama_shapes(a: Architecture, config: Mapping[str, Any]) -> Shapes:
+    query, kv = a.n_heads * a.d_head, a.n_kv_heads * a.d_head
+    attention: dict[str, tuple[int, ...]] = {}
+    mlps: dict[str, tuple[int, ...]] = {}
+    for i in range(a.n_layers):
+        attention |= {
+            f"layers.{i}.input_layernorm.weight": (a.d_model,),
+            f"layers.{i}.self_attn.q_proj.weight": (query, a.d_model),
+            f"layers.{i}.self_attn.k_proj.weight": (kv, a.d_model),
+            f"layers.{i}.self_attn.v_proj.weight": (kv, a.d_model),
+            f"layers.{i}.self_attn.o_proj.weight": (a.d_model, query),
+        }
+        if config.get("attention_bias"):
+            attention |= {f"layers.{i}.self_attn.{p}_proj.bias": (n,) for p, n in (("q", query), ("k", kv), ("v", kv))}
+            attention[f"layers.{i}.self_attn.o_proj.bias"] = (a.d_model,)
+        mlps |= {
+            f"layers.{i}.post_attention_layernorm.weight": (a.d_model,),
+            f"layers.{i}.mlp.gate_proj.weight": (a.d_mlp, a.d_model),
+            f"layers.{i}.mlp.up_proj.weight": (a.d_mlp, a.d_model),
+            f"layers.{i}.mlp.down_proj.weight": (a.d_model, a.d_mlp),
+        }
+    embeddings: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (a.n_vocab, a.d_model),
+        "norm.weight": (a.d_model,),
+    }
+    if not a.tied:
+        embeddings["lm_head.weight"] = (a.n_vocab, a.d_model)
+    return Shapes(attention, embeddings, mlps)
+
+
+LLAMA = Family(
+    name="llama",
+    architecture=_llama_architecture,
+    prefix="model.",
+    projections={
+        "Q": Projection("layers.{layer}.self_attn.q_proj"),
+        "K": Projection("layers.{layer}.self_attn.k_proj"),
+        "V": Projection("layers.{layer}.self_attn.v_proj"),
+        "O": Projection("layers.{layer}.self_attn.o_proj"),
+    },
+    embed="embed_tokens",
+    unembed="lm_head",
+    positions=None,
+    attention_norm="layers.{layer}.input_layernorm",
+    mlp_norm="layers.{layer}.post_attention_layernorm",
+    final_norm="norm",
+    shapes=_llama_shapes,
+)
+
+FAMILIES: dict[str, Family] = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA}
+
+# What is near but outside, and why: refused by name.
+_ENCODERS = ("bert", "roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "xlm-roberta", "mpnet", "modernbert")
+_ENCODER_DECODERS = ("t5", "bart", "mt5", "mbart", "pegasus", "marian", "whisper")
+_OUTSIDE: dict[str, str] = {
+    **dict.fromkeys(_ENCODERS, "an encoder: its heads look both ways and there is no next-token logit to account for"),
+    **dict.fromkeys(_ENCODER_DECODERS, "an encoder-decoder: its heads do not share one causal residual stream"),
+    **dict.fromkeys(("mamba", "mamba2", "rwkv"), "no attention model: it has no heads to split"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        "built on multi-head latent attention: its values pass through a shared compression, so W_V W_O per head is not defined",
+    ),
+}
+
+
+def family_of(config: Mapping[str, Any], where: str) -> Family:
+    """The table's row for a config.
+
+    Raises:
+        CircuitsError: the architecture is not in the table; the message says why, or which ones are.
+    """
+    model_type = config.get("model_type")
+    architectures = [str(name) for name in config.get("architectures") or []]
+    if model_type is None:
+        guesses = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+        model_type = next((guesses[name] for name in architectures if name in guesses), None)
+    known = ", ".join(FAMILIES)
+    if model_type is None:
+        raise CircuitsError(f"{where} names no model_type: add one of {known} to its config.json")
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    if model_type in _OUTSIDE:
+        raise CircuitsError(f"{where} is a {model_type!r} model, {_OUTSIDE[model_type]}. Supported: {known}")
+    raise CircuitsError(f"{where} is a {model_type!r} model, whose tensor layout is not in the table. Supported: {known}")
+
+
+def canonical_store(store: TensorStore, family: Family) -> TensorStore:
+    """The store with the family's optional prefix taken off every name."""
+    names = {name.removeprefix(family.prefix): name for name in store.names()}
+    return RenamedStore(store, names)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds beyond attention weights."""
+
+    embeddings: bool
+    mlps: bool
+    missing: tuple[str, ...]
+
+
+def check_contents(
+    store: TensorStore, family: Family, architecture: Architecture, config: Mapping[str, Any], where: str
+) -> Contents:
+    """Compare the headers with the config: every attention tensor must be there, all that is there must have its shape.
+
+    Raises:
+        CircuitsError: an attention tensor is missing, or a shape contradicts the config.
+    """
+    shapes = family.shapes(architecture, config)
+    for name, expected in (shapes.attention | shapes.embeddings | shapes.mlps).items():
+        if name in store and store.shape(name) != expected:
+            raise CircuitsError(
+                f"tensor {name} in {store.origin(name)} has shape {list(store.shape(name))}, but the config of {where} "
+                f"implies {list(expected)}: the config and the weights belong to different models"
+            )
+    absent = [name for name in shapes.attention if name not in store]
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise CircuitsError(
+            f"{where} lacks the tensor {absent[0]}{more}, which a {family.name} attention layer needs: "
+            "the checkpoint is incomplete, or config.json says more layers than there are"
+        )
+    lacking_embeddings = [name for name in shapes.embeddings if name not in store]
+    lacking_mlps = [name for name in shapes.mlps if name not in store]
+    return Contents(not lacking_embeddings, not lacking_mlps, tuple(lacking_embeddings + lacking_mlps))
+
+
+class _Config:
+    """A config's values, with the sentence to say when one is missing or makes no sense."""
+
+    def __init__(self, config: Mapping[str, Any], family: str) -> None:
+        self._config, self._family = config, family
+
+    def count(self, key: str, default: Any = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problem = "is missing" if value is None else f"is {value!r}, not a positive whole number"
+            raise CircuitsError(f"the config of this {self._family} model cannot be used: {key} {problem}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._config.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise CircuitsError(f"the config of this {self._family} model cannot be used: {key} is {value!r}, not a number")
+        return float(value)

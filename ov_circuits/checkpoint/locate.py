@@ -1,0 +1,224 @@
+"""A name or a path -> an open checkpoint.
+
+1. nothing named: the small model that comes with the package;
+2. a path (a folder, a file, or anything that looks like one): read there, and the network is never touched;
+3. ``smollm2``: the folder that ``ov-circuits fetch smollm2`` made;
+4. any other name: the Hugging Face cache first, then the hub, unless offline mode forbids it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ov_circuits.checkpoint.stores import (
+    SafetensorsStore,
+    TensorStore,
+    TorchStore,
+    read_json,
+    read_shard_index,
+)
+from ov_circuits.errors import CircuitsError
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: its config, its tensors, and where a tokenizer would lie.
+
+    Attributes:
+        name: what to call it.
+        where: the file or folder, for messages.
+        config: the content of config.json (or what a GGUF file's metadata says, under the same keys).
+        store: the tensors, under the names of the file.
+        folder: the folder that transformers can open, when there is one.
+        gguf: the GGUF file, when it is one.
+    """
+
+    name: str
+    where: str
+    config: dict[str, Any]
+    store: TensorStore = field(repr=False)
+    folder: Path | None = None
+    gguf: Path | None = None
+
+
+def open_checkpoint(name: str | os.PathLike[str] | None = None, revision: str | None = None) -> Checkpoint:
+    """Open a checkpoint by name or path; only headers are read.
+
+    Args:
+        name: see the module's text. None opens the embedded default.
+        revision: a branch, tag or commit on the hub; refused for paths.
+
+    Raises:
+        CircuitsError: nothing is there, or what is there cannot be read.
+    """
+    if name is None:
+        return open_path(embedded_model(), name="embedded")
+    path = Path(name).expanduser()
+    if isinstance(name, os.PathLike) or _looks_like_path(str(name)) or path.exists():
+        if revision is not None:
+            raise CircuitsError(f"{path} is a path; a revision ({revision}) belongs to a hub name")
+        return open_path(path)
+    if name == "smollm2":
+        return open_path(_fetched("smollm2"), name="smollm2")
+    if not _HUB_NAME.fullmatch(str(name)):
+        raise CircuitsError(f"{name!r} is neither a path that exists nor a hub name such as 'gpt2' or 'org/model'")
+    return open_path(_hub_folder(str(name), revision), name=str(name))
+
+
+def open_path(path: Path, name: str | None = None) -> Checkpoint:
+    """Open a folder or a single ``.safetensors``, ``.bin`` or ``.gguf`` file.
+
+    Raises:
+        CircuitsError: it does not exist or holds no checkpoint.
+    """
+    if not path.exists():
+        raise CircuitsError(f"{path} does not exist; name a folder with config.json and weights, or a weight file")
+    if path.is_file():
+        return _open_file(path, name)
+    files, opener = _weight_files(path)
+    config = read_config(path)
+    return Checkpoint(name or path.resolve().name, str(path), config, opener(files), folder=path)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder (of a multimodal model: its text part)."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CircuitsError(f"{folder} has no config.json, which says how many heads there are: copy it beside the weights")
+    return read_json(file)
+
+
+def embedded_model() -> Path:
+    """The folder of the model that comes with the package (in the wheel, or in the checkout's ``data/``)."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "_data" / "model", package.parent / "data" / "model"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise CircuitsError("the embedded model is missing from this installation: reinstall ov-circuits, or name a model")
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: ``$OV_CIRCUITS_CACHE`` or the user's cache folder."""
+    import platformdirs
+
+    given = os.environ.get("OV_CIRCUITS_CACHE")
+    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("ov_circuits"))
+
+
+def _fetched(name: str) -> Path:
+    folder = cache_folder() / name
+    if not (folder / "config.json").is_file():
+        raise CircuitsError(f"{name} is not on this machine yet; run once: ov-circuits fetch {name}")
+    return folder
+
+
+def _looks_like_path(name: str) -> bool:
+    return (
+        name.startswith((".", "~", os.sep))
+        or "\\" in name
+        or name.count("/") > 1
+        or name.endswith(("/", ".safetensors", ".gguf", ".bin", ".json", ".pt", ".pth"))
+    )
+
+
+def _open_file(file: Path, name: str | None) -> Checkpoint:
+    name = name or file.stem
+    if file.suffix == ".gguf":
+        from ov_circuits.checkpoint.gguf_store import GGUFStore
+
+        store = GGUFStore(file)
+        return Checkpoint(name, str(file), store.config, store, gguf=file)
+    if file.suffix == ".safetensors":
+        return Checkpoint(name, str(file), read_config(file.parent), SafetensorsStore([file]), folder=file.parent)
+    if file.suffix in (".bin", ".pt", ".pth"):
+        return Checkpoint(name, str(file), read_config(file.parent), TorchStore([file]), folder=file.parent)
+    raise CircuitsError(f"{file} is not a checkpoint this package reads: .safetensors, .gguf, .bin, or a folder")
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], Callable[[list[Path]], TensorStore]]:
+    for name in WEIGHT_FILES:
+        file = folder / name
+        if not file.is_file():
+            continue
+        files = read_shard_index(file) if name.endswith(".json") else [file]
+        return files, SafetensorsStore if "safetensors" in name else TorchStore
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        raise CircuitsError(f"{folder} holds GGUF files; name one of them, for example {ggufs[0]}")
+    raise CircuitsError(f"{folder} holds no weights: none of {', '.join(WEIGHT_FILES)} is there")
+
+
+def _hub_folder(repo: str, revision: str | None) -> Path:
+    """The snapshot folder of a hub model: config, tokenizer and the first kind of weight file it has."""
+    from huggingface_hub import constants
+
+    try:
+        return _download(repo, revision, local_files_only=True)
+    except _NotFound as missing:
+        if constants.HF_HUB_OFFLINE:
+            raise CircuitsError(
+                f"{repo} is not complete in the Hugging Face cache ({missing}) and offline mode is on "
+                "(HF_HUB_OFFLINE): fetch it where there is a network, or name a folder"
+            ) from missing
+    try:
+        return _download(repo, revision, local_files_only=False)
+    except _NotFound as missing:
+        raise CircuitsError(
+            f"{repo} could not be had from the Hugging Face hub ({missing}). "
+            "Check the name and the network, or name a folder that holds the checkpoint"
+        ) from missing
+
+
+class _NotFound(Exception):
+    """A file of a hub model is in reach neither here nor there; the text says which and why."""
+
+
+def _download(repo: str, revision: str | None, *, local_files_only: bool) -> Path:
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def get(name: str) -> Path | None:
+        try:
+            return Path(hf_hub_download(repo, name, revision=revision, local_files_only=local_files_only))
+        except LocalEntryNotFoundError as error:
+            if local_files_only:
+                return None
+            raise _NotFound(f"no connection: {_first_line(error)}") from error
+        except EntryNotFoundError:
+            return None
+        except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+            raise _NotFound(_first_line(error)) from error
+
+    config = get("config.json")
+    if config is None:
+        raise _NotFound("config.json is not there")
+    weights = next((file for file in map(get, WEIGHT_FILES) if file is not None), None)
+    if weights is None:
+        raise _NotFound("no weight file is there")
+    if weights.name.endswith(".json"):
+        for shard in sorted(set(read_json(weights).get("weight_map", {}).values())):
+            if Path(shard).name != shard or get(shard) is None:
+                raise _NotFound(f"the shard {shard} is not there")
+    for name in _TOKENIZER_FILES:
+        get(name)
+    return config.parent
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,256 @@
+"""Lazy named tensors: opening reads headers, :meth:`TensorStore.read` reads one tensor, as float32.
+
+safetensors files are memory mapped; torch files are mapped with ``weights_only=True`` (no code runs); GGUF tensors are
+mapped and dequantised one at a time. Half precision becomes float32 here and nowhere else: processors without such units
+multiply bfloat16 hundreds of times slower.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ov_circuits.errors import CircuitsError
+
+
+class TensorStore(ABC):
+    """Named tensors that are read one at a time."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """The tensors' names, in the file's order."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, from the header: its data is not read."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """The stored type, as the file names it."""
+
+    @abstractmethod
+    def origin(self, name: str) -> str:
+        """The file a tensor lies in, for messages."""
+
+    @abstractmethod
+    def _read(self, name: str) -> Tensor:
+        """The tensor as stored."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as float32.
+
+        Raises:
+            CircuitsError: the tensor is not of a floating type, or its data is damaged.
+        """
+        tensor = self._read(name)
+        if not tensor.is_floating_point():
+            raise CircuitsError(
+                f"tensor {name} in {self.origin(name)} holds {tensor.dtype}, not floating-point numbers: "
+                "quantised checkpoints (AWQ, GPTQ, bitsandbytes) must be dequantised first"
+            )
+        return tensor.detach().float()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._name_set
+
+    @cached_property
+    def _name_set(self) -> frozenset[str]:
+        return frozenset(self.names())
+
+    @cached_property
+    def n_parameters(self) -> int:
+        """The number of stored floating-point numbers (from the headers)."""
+        return sum(math.prod(self.shape(name)) for name in self.names())
+
+
+class SafetensorsStore(TensorStore):
+    """One or several safetensors files.
+
+    Args:
+        files: the files; each tensor is looked up in the file whose header names it.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._handles: dict[str, tuple[Any, Path]] = {}
+        for file in files:
+            try:
+                handle = safe_open(str(file), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CircuitsError(
+                    f"{file} is not a readable safetensors file ({error}); it may be cut short or damaged: "
+                    "copy or download it again"
+                ) from error
+            for name in handle.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if name in self._handles:
+                    raise CircuitsError(
+                        f"tensor {name} is in both {self._handles[name][1]} and {file}: "
+                        "shards of two checkpoints are mixed in one folder"
+                    )
+                self._handles[name] = (handle, file)
+
+    def names(self) -> Sequence[str]:
+        return list(self._handles)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handles[name][0].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        return str(self._handles[name][0].get_slice(name).get_dtype())
+
+    def origin(self, name: str) -> str:
+        return str(self._handles[name][1])
+
+    def _read(self, name: str) -> Tensor:
+        from safetensors import SafetensorError
+
+        handle, file = self._handles[name]
+        try:
+            return handle.get_tensor(name)
+        except (SafetensorError, RuntimeError) as error:
+            raise CircuitsError(f"tensor {name} in {file} cannot be read ({error}): copy the file again") from error
+
+
+class TorchStore(TensorStore):
+    """One or several ``pytorch_model.bin`` files, opened with ``weights_only=True`` and memory mapped."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._files: dict[str, Path] = {}
+        for file in files:
+            for name, tensor in _load_pickle(file).items():
+                self._tensors[name] = tensor
+                self._files[name] = file
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def origin(self, name: str) -> str:
+        return str(self._files[name])
+
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _load_pickle(file: Path) -> dict[str, Tensor]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of its own TypedStorage while reading old files
+            loaded = _torch_load(file)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error).lower():
+            raise CircuitsError(
+                f"{file} was refused: it holds more than tensors (a pickle can run code when opened). "
+                "Convert it to safetensors on a machine where you trust the file"
+            ) from error
+        raise CircuitsError(f"{file} is not a readable torch checkpoint ({reason}): copy or download it again") from error
+    if not isinstance(loaded, Mapping):
+        raise CircuitsError(f"{file} holds a {type(loaded).__name__}, not a dictionary of tensors")
+    return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+
+
+def _torch_load(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        # Files from before torch 1.6 are no zip archives and cannot be mapped.
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class MemoryStore(TensorStore):
+    """Tensors that are in memory already (a state dict); nothing is copied unless it must become float32."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], origin: str = "memory") -> None:
+        self._tensors, self._origin = dict(tensors), origin
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def origin(self, name: str) -> str:
+        return self._origin
+
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class RenamedStore(TensorStore):
+    """A store under other names: a common prefix (``transformer.``) taken off, aliases given, everything else hidden."""
+
+    def __init__(self, store: TensorStore, names: Mapping[str, str]) -> None:
+        self._store, self._map = store, dict(names)
+
+    def names(self) -> Sequence[str]:
+        return list(self._map)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._store.shape(self._map[name])
+
+    def dtype(self, name: str) -> str:
+        return self._store.dtype(self._map[name])
+
+    def origin(self, name: str) -> str:
+        return self._store.origin(self._map[name])
+
+    def _read(self, name: str) -> Tensor:
+        return self._store._read(self._map[name])
+
+
+def read_shard_index(index: Path) -> list[Path]:
+    """The shard files that a ``*.index.json`` names, each of which must lie beside it.
+
+    Raises:
+        CircuitsError: the index is no valid JSON, names a file outside its folder, or one that is missing.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CircuitsError(f"{index} has no weight_map: it is not the index of a sharded checkpoint")
+    files = []
+    for name in sorted({str(value) for value in weight_map.values()}):
+        if Path(name).name != name:
+            raise CircuitsError(f"{index} names the shard {name!r}, which is not a file beside it: refused")
+        file = index.parent / name
+        if not file.is_file():
+            raise CircuitsError(f"{index} names the shard {name}, which is missing from {index.parent}: copy it there")
+        files.append(file)
+    return files
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CircuitsError: the file cannot be read or holds something else.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise CircuitsError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CircuitsError(f"{file} holds a JSON {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,159 @@
+"""Text in, ids out, and every token as text that can be shown.
+
+The weights-only road reads ``tokenizer.json`` with the tokenizers package alone. transformers is imported only for
+checkpoints that lack this file (older vocabularies, GGUF).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from ov_circuits.checkpoint.stores import read_json
+from ov_circuits.errors import CircuitsError
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    Attributes:
+        bos_id: the id put before a prompt when asked for, or None when the model has none.
+    """
+
+    def __init__(self, backend: Any, bos_id: int | None) -> None:
+        self._backend, self.bos_id = backend, bos_id
+
+    @classmethod
+    def open(cls, folder: Path | None, gguf: Path | None, config: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer of a checkpoint.
+
+        Raises:
+            CircuitsError: there is none, or it cannot be read.
+        """
+        if gguf is not None:
+            return cls.of_transformers(_auto_tokenizer(gguf.parent, gguf_file=gguf.name), config)
+        if folder is None:
+            raise CircuitsError("this checkpoint is in memory and came without a tokenizer: use token ids")
+        file = folder / "tokenizer.json"
+        if file.is_file():
+            return cls(_read_backend(file), _bos_id(folder, config, file))
+        if any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
+            return cls.of_transformers(_auto_tokenizer(folder), config)
+        raise CircuitsError(f"{folder} has no tokenizer (no tokenizer.json): use token ids, or copy the tokenizer there")
+
+    @classmethod
+    def of_transformers(cls, tokenizer: Any, config: Mapping[str, Any]) -> Tokenizer:
+        """From a transformers tokenizer in memory (a fast one)."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise CircuitsError(f"{type(tokenizer).__name__} is no fast tokenizer: convert it to a tokenizer.json first")
+        bos = tokenizer.bos_token_id
+        return cls(backend, config.get("bos_token_id") if bos is None else bos)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without any special token added."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def text(self, token: int) -> str:
+        """A token as text; bytes that are no valid UTF-8 on their own come as ``⟨E2⟩``. Ids beyond the vocabulary as ``⟨id 50300⟩``."""
+        piece = self._backend.id_to_token(int(token))
+        if piece is None:
+            return f"⟨id {int(token)}⟩"
+        if token in self._added:
+            return str(piece)
+        return self._to_bytes(piece).decode("utf-8", errors="ov_circuits_visible")
+
+    def single(self, word: str | int) -> int:
+        """The id of a word that is one token; ids pass through.
+
+        A leading space is part of the word: ``" Paris"`` and ``"Paris"`` are different tokens.
+
+        Raises:
+            CircuitsError: the word is several tokens, or none; the message names them and the other spelling.
+        """
+        if isinstance(word, int):
+            if not 0 <= word < self.size:
+                raise CircuitsError(f"token id {word} is outside the vocabulary of {self.size:,}")
+            return word
+        ids = self.encode(word)
+        if len(ids) == 1:
+            return ids[0]
+        other = word[1:] if word.startswith(" ") else f" {word}"
+        other_ids = self.encode(other) if other.strip() else []
+        hint = f"; {other!r} is one token" if len(other_ids) == 1 else ""
+        if not ids:
+            raise CircuitsError(f"{word!r} is no token at all{hint}")
+        parts = ", ".join(repr(self.text(i)) for i in ids)
+        raise CircuitsError(f"{word!r} is {len(ids)} tokens ({parts}), and an account explains the logit of one{hint}")
+
+    @property
+    def size(self) -> int:
+        """The number of tokens, added ones included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """Whether pieces are spelled in GPT-2's byte alphabet (and not SentencePiece's ▁ and <0xE2>)."""
+        return "ByteLevel" in repr(self._backend.decoder) or "ByteLevel" in repr(self._backend.pre_tokenizer)
+
+    def _to_bytes(self, piece: str) -> bytes:
+        if self._byte_level:
+            alphabet = byte_alphabet()
+            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("▁", " ").encode()
+
+
+@lru_cache(maxsize=1)
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable spelling of bytes: printable Latin-1 stands for itself, the rest is moved to U+0100 and after."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = {chr(byte): byte for byte in printable}
+    return spelled | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _visible_bytes(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "".join(f"⟨{byte:02X}⟩" for byte in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("ov_circuits_visible", _visible_bytes)
+
+
+def _read_backend(file: Path) -> Any:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust library raises bare Exception for every fault of the file
+        raise CircuitsError(f"{file} is not a readable tokenizer ({error}): copy it again") from error
+
+
+def _bos_id(folder: Path, config: Mapping[str, Any], tokenizer_file: Path) -> int | None:
+    """The config's bos_token_id, else the id of tokenizer_config.json's bos_token."""
+    bos = config.get("bos_token_id")
+    if isinstance(bos, int):
+        return bos
+    settings = folder / "tokenizer_config.json"
+    token = read_json(settings).get("bos_token") if settings.is_file() else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return _read_backend(tokenizer_file).token_to_id(token) if isinstance(token, str) else None
+
+
+def _auto_tokenizer(folder: Path, **kwargs: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **kwargs)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise CircuitsError(f"the tokenizer in {folder} cannot be read by transformers: {error}") from error

@@ -1,0 +1,72 @@
+"""Weight views: what the reading norm does, moved into the weights. One place for all of it.
+
+A head reads ``xhat = (x - mean) / sigma * gain + bias`` (LayerNorm; RMSNorm has neither mean nor bias), so for a reader W
+
+- ``raw``: W as stored;
+- ``folded``: ``diag(gain) W``, with ``bias W`` added to its own bias. The unembedding is a reader too, of the final norm;
+- ``centred``: folded, then ``(I - 11^T/d)`` on every side that meets the residual stream of a LayerNorm model: readers lose
+  what a LayerNorm subtracts before they see it, writers lose what every later LayerNorm will subtract. Exact for all that a
+  LayerNorm reads. RMSNorm subtracts no mean, so there it is refused.
+
+Centring the unembedding here is over d_model. Over the vocabulary it would shift all logits of a position and is not done.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from ov_circuits.checkpoint.families import Architecture
+from ov_circuits.errors import CircuitsError
+
+View = Literal["raw", "folded", "centred"]
+
+VIEW_NOTES: dict[View, str] = {
+    "raw": "Weights as stored in the checkpoint.",
+    "folded": "Gains and biases of the reading norms are folded into W_Q, W_K, W_V and W_U.",
+    "centred": "Gains and biases of the reading norms are folded into W_Q, W_K, W_V and W_U, and the mean over d_model, "
+    "which every LayerNorm subtracts, is removed from readers and writers.",
+}
+
+
+def default_view(architecture: Architecture) -> View:
+    """``centred`` for LayerNorm models, ``folded`` for RMSNorm models."""
+    return "centred" if architecture.norm == "LayerNorm" else "folded"
+
+
+def check_view(view: str, architecture: Architecture) -> View:
+    """The view, if it exists for this architecture.
+
+    Raises:
+        CircuitsError: unknown view, or ``centred`` for an RMSNorm model.
+    """
+    if view not in get_args(View):
+        raise CircuitsError(f"there is no weight view {view!r}; choose one of {', '.join(get_args(View))}")
+    if view == "centred" and architecture.norm == "RMSNorm":
+        raise CircuitsError(
+            f"the view 'centred' does not exist for {architecture.family} models: RMSNorm subtracts no mean, "
+            "centred circuits would be wrong. Use 'folded'"
+        )
+    return view  # type: ignore[return-value]
+
+
+def fold_reader(W: Tensor, gain: Tensor, view: View) -> Tensor:
+    """A reading matrix [..., d_model, k] in the given view."""
+    if view == "raw":
+        return W
+    W = gain.unsqueeze(-1) * W
+    return W - W.mean(dim=-2, keepdim=True) if view == "centred" else W
+
+
+def fold_reader_bias(b: Tensor | None, W: Tensor, norm_bias: Tensor | None, view: View) -> Tensor | None:
+    """A reader's bias [..., k] in the given view; ``W`` is the raw matrix. None stays None when nothing is added."""
+    if view == "raw" or norm_bias is None:
+        return b
+    added = norm_bias @ W
+    return added if b is None else b + added
+
+
+def fold_writer(W: Tensor, view: View) -> Tensor:
+    """A writing matrix [..., k, d_model], or a written vector [d_model], in the given view."""
+    return W - W.mean(dim=-1, keepdim=True) if view == "centred" else W

@@ -1,0 +1,1 @@
+"""Matrices: products that are never formed. Knows nothing of models or files."""

@@ -1,0 +1,322 @@
+"""A @ B without forming it.
+
+A head's circuits are products of a tall and a wide matrix: W_V W_O is [d_model, d_model] of rank d_head. Everything a
+score asks of such a product M = A B, with A [n, r] and B [r, m], follows from three r x r matrices:
+
+1. R_A with R_A^T R_A = A^T A (a QR factor, or a root of the Gram matrix),
+2. R_B with R_B^T R_B = B B^T,
+3. B A, when n == m,
+
+because the singular values of M are those of R_A R_B^T, its non-zero eigenvalues are those of B A (Sylvester),
+||M||_F = ||R_A R_B^T||_F and tr M = tr B A. All small algebra is float64; a Gram matrix squares the condition number, so
+a QR is used wherever the factor itself is at hand.
+
+Leading dimensions are batches (one layer's heads, say): every method works on [..., n, r] and [..., r, m].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The largest entries of a matrix: ``rows[i], columns[i]`` holds ``values[i]``, in falling order."""
+
+    rows: Tensor
+    columns: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class SingularPairs:
+    """The leading k singular triples of M = U diag(S) V^T.
+
+    Attributes:
+        U: left vectors in the columns, [..., n, k]: what is read.
+        S: singular values, [..., k], in falling order.
+        V: right vectors in the columns, [..., m, k]: what is written.
+
+    A pair whose singular value is zero has zero vectors: no direction is made up. The sign of a pair is arbitrary.
+    """
+
+    U: Tensor
+    S: Tensor
+    V: Tensor
+
+
+class LowRank:
+    """The product ``left @ right``, never formed unless :meth:`dense` is called.
+
+    Args:
+        left: [..., n, r].
+        right: [..., r, m].
+    """
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
+            raise ValueError(
+                f"LowRank takes left [..., n, r] and right [..., r, m] with the same leading dimensions, "
+                f"got {list(left.shape)} and {list(right.shape)}"
+            )
+        self._left, self._right = left, right
+
+    # -- shape and parts ------------------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> Tensor:
+        """The factor A, [..., n, r]."""
+        return self._left
+
+    @property
+    def right(self) -> Tensor:
+        """The factor B, [..., r, m]."""
+        return self._right
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the product, [..., n, m]."""
+        return torch.Size((*self.left.shape[:-1], self.right.shape[-1]))
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension r: an upper bound of the rank."""
+        return self.left.shape[-1]
+
+    @property
+    def T(self) -> LowRank:
+        """The transpose, [..., m, n]."""
+        return LowRank(self.right.mT, self.left.mT)
+
+    def __getitem__(self, index: int | slice) -> LowRank:
+        """Select along the first batch dimension (a head of a layer)."""
+        if self.left.ndim < 3:
+            raise IndexError("this LowRank has no batch dimension; use .rows(), .left or .right to take a part")
+        return LowRank(self.left[index], self.right[index])
+
+    def __repr__(self) -> str:
+        return f"LowRank({list(self.shape)}, rank <= {self.rank})"
+
+    # -- products ----------------------------------------------------------------------------------------------------
+
+    def __matmul__(self, other: LowRank | Tensor) -> LowRank | Tensor:
+        """M @ x for a tensor [..., m, k] or vector [m]; M @ N for another LowRank, kept in the smaller inner dimension."""
+        if isinstance(other, LowRank):
+            middle = self.right @ other.left
+            if self.rank <= other.rank:
+                return LowRank(self.left, middle @ other.right)
+            return LowRank(self.left @ middle, other.right)
+        return self.left @ (self.right @ other)
+
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        """x @ M for rows x [..., k, n] or a vector [n]: what the circuit makes of residual-stream rows."""
+        return (other @ self.left) @ self.right
+
+    def rows(self, index: Tensor | list[int]) -> Tensor:
+        """The chosen rows of M, [..., k, m]."""
+        return self.left[..., torch.as_tensor(index), :] @ self.right
+
+    def dense(self) -> Tensor:
+        """The product itself, [..., n, m]."""
+        return self.left @ self.right
+
+    # -- the three small matrices ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _root_left(self) -> Tensor:
+        """R_A [..., r', r] with R_A^T R_A = A^T A, float64."""
+        return torch.linalg.qr(self.left.double(), mode="r").R
+
+    @cached_property
+    def _root_right(self) -> Tensor:
+        """R_B [..., r', r] with R_B^T R_B = B B^T, float64."""
+        return torch.linalg.qr(self.right.double().mT, mode="r").R
+
+    @cached_property
+    def _core(self) -> Tensor:
+        """R_A R_B^T, which has the singular values of M."""
+        return self._root_left @ self._root_right.mT
+
+    @cached_property
+    def _cross(self) -> Tensor:
+        """B A [..., r, r], which has the non-zero eigenvalues of M."""
+        if self.shape[-1] != self.shape[-2]:
+            raise ValueError(f"eigenvalues and trace need a square product; this one is {list(self.shape)}")
+        return self.right.double() @ self.left.double()
+
+    # -- numbers -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def singular_values(self) -> Tensor:
+        """The min(n, r, m) leading singular values, [..., k], float64, in falling order; all others are zero."""
+        return torch.linalg.svdvals(self._core)[..., : self._n_singular]
+
+    @property
+    def _n_singular(self) -> int:
+        """How many singular values can differ from zero: min(n, r, m). Gram roots are r x r even where n or m is smaller."""
+        return min(*self.shape[-2:], self.rank)
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """The r eigenvalues of B A, [..., r], complex128: M's own eigenvalues apart from zeros.
+
+        In falling order of magnitude. With r > n some of them are zeros that M need not have.
+        """
+        values = torch.linalg.eigvals(self._cross)
+        return values.gather(-1, values.abs().argsort(dim=-1, descending=True, stable=True))
+
+    @cached_property
+    def trace(self) -> Tensor:
+        """tr M, [...], float64."""
+        return self._cross.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+    @cached_property
+    def frobenius_norm(self) -> Tensor:
+        """||M||_F, [...], float64."""
+        return torch.linalg.matrix_norm(self._core)
+
+    @cached_property
+    def spectral_norm(self) -> Tensor:
+        """||M||_2, the largest singular value, [...], float64."""
+        return self.singular_values[..., 0]
+
+    def singular_pairs(self, k: int | None = None) -> SingularPairs:
+        """The leading ``k`` singular triples (all of the min(n, r, m) when None), as float64.
+
+        With M V = U S and B = R_B^T Q_B^T: U = A (R_B^T Y) / S and V = B^T (R_A^T X) / S, where X S Y^T is the
+        decomposition of R_A R_B^T. Only products with [r, k] matrices touch the long dimensions.
+        """
+        X, S, Yh = torch.linalg.svd(self._core, full_matrices=False)
+        k = self._n_singular if k is None else min(k, self._n_singular)
+        X, S, Y = X[..., :k], S[..., :k], Yh.mT[..., :k]
+        # Below this a singular value is rounding noise, and so would its vectors be.
+        floor = S[..., :1] * max(self.shape[-2:]) * torch.finfo(S.dtype).eps
+        scale = torch.where(S > floor, S, torch.inf).unsqueeze(-2)
+        U = self._times_left(self._root_right.mT @ Y / scale)
+        V = self._times_right(self._root_left.mT @ X / scale)
+        return SingularPairs(U, S, V)
+
+    def _times_left(self, coefficients: Tensor) -> Tensor:
+        """A @ coefficients, [..., n, k]."""
+        return self.left.double() @ coefficients
+
+    def _times_right(self, coefficients: Tensor) -> Tensor:
+        """B^T @ coefficients, [..., m, k]."""
+        return self.right.double().mT @ coefficients
+
+    def top_entries(self, k: int, *, largest: bool = True, block: int = 4096) -> Entries:
+        """The ``k`` largest (or smallest) entries of M, exact, in blocks of ``block`` rows. No batch dimension."""
+        if self.left.ndim != 2:
+            raise ValueError("top_entries takes one matrix: select a head first")
+        n, m = self.shape
+        k = min(k, n * m)
+        values, flat = torch.empty(0, dtype=self.left.dtype), torch.empty(0, dtype=torch.long)
+        for start in range(0, n, block):
+            part = (self.left[start : start + block] @ self.right).flatten()
+            best = part.topk(min(k, part.numel()), largest=largest)
+            values, flat = torch.cat([values, best.values]), torch.cat([flat, best.indices + start * m])
+            keep = values.topk(min(k, values.numel()), largest=largest).indices
+            values, flat = values[keep], flat[keep]
+        return Entries(flat // m, flat % m, values)
+
+
+@dataclass(frozen=True)
+class Grams:
+    """What all heads of a model share when their circuits are seen from the vocabulary: three [d_model, d_model] matrices.
+
+    Attributes:
+        read: E^T E, E the source embedding [n_vocab, d_model].
+        write: U U^T, U the unembedding [d_model, n_vocab].
+        cross: U E.
+    """
+
+    read: Tensor
+    write: Tensor
+    cross: Tensor
+
+
+class Sandwich(LowRank):
+    """E (A B) U for long E [n, d] and U [d, m] whose Gram matrices are known: a full OV circuit.
+
+    Spectra cost d x d products with the shared :class:`Grams`; neither E A nor B U is formed for them.
+    """
+
+    def __init__(self, outer_left: Tensor, inner: LowRank, outer_right: Tensor, grams: Grams) -> None:
+        self._outer_left, self._inner, self._outer_right, self._grams = outer_left, inner, outer_right, grams
+
+    @cached_property
+    def left(self) -> Tensor:
+        """E A, [..., n, r], formed on first use."""
+        return self._outer_left @ self._inner.left
+
+    @cached_property
+    def right(self) -> Tensor:
+        """B U, [..., r, m], formed on first use."""
+        return self._inner.right @ self._outer_right
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the product, [..., n, m]."""
+        batch = self._inner.shape[:-2]
+        return torch.Size((*batch, self._outer_left.shape[0], self._outer_right.shape[1]))
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension r: an upper bound of the rank."""
+        return self._inner.rank
+
+    def __getitem__(self, index: int | slice) -> LowRank:
+        """Select along the first batch dimension (a head of a layer)."""
+        return Sandwich(self._outer_left, self._inner[index], self._outer_right, self._grams)
+
+    def rows(self, index: Tensor | list[int]) -> Tensor:
+        """The chosen rows of the full circuit, [..., k, m]: the only part of E A that is computed."""
+        rows = self._outer_left[torch.as_tensor(index)] @ self._inner.left
+        return (rows @ self._inner.right) @ self._outer_right
+
+    @cached_property
+    def _root_left(self) -> Tensor:
+        A = self._inner.left.double()
+        return _root_of_gram(A.mT @ self._grams.read @ A)
+
+    @cached_property
+    def _root_right(self) -> Tensor:
+        B = self._inner.right.double()
+        return _root_of_gram(B @ self._grams.write @ B.mT)
+
+    @cached_property
+    def _cross(self) -> Tensor:
+        return self._inner.right.double() @ self._grams.cross @ self._inner.left.double()
+
+    def _times_left(self, coefficients: Tensor) -> Tensor:
+        return _blocked_product(self._outer_left, self._inner.left.double() @ coefficients)
+
+    def _times_right(self, coefficients: Tensor) -> Tensor:
+        return _blocked_product(self._outer_right.mT, self._inner.right.double().mT @ coefficients)
+
+
+def _root_of_gram(gram: Tensor) -> Tensor:
+    """R with R^T R = gram, for a positive semi-definite [..., r, r] matrix of any rank."""
+    values, vectors = torch.linalg.eigh(gram)
+    return values.clamp(min=0).sqrt().unsqueeze(-1) * vectors.mT
+
+
+def _blocked_product(long: Tensor, small: Tensor, block: int = 8192) -> Tensor:
+    """``long @ small`` in float64 without a float64 copy of ``long``."""
+    parts = [long[start : start + block].double() @ small for start in range(0, long.shape[0], block)]
+    return torch.cat(parts, dim=-2)
+
+
+def gram(matrix: Tensor, other: Tensor | None = None, block: int = 4096) -> Tensor:
+    """``matrix^T other`` (``other`` defaults to ``matrix``) over the long first dimension, accumulated in float64 by blocks."""
+    other = matrix if other is None else other
+    total = torch.zeros(matrix.shape[1], other.shape[1], dtype=torch.float64, device=matrix.device)
+    for start in range(0, matrix.shape[0], block):
+        left = matrix[start : start + block].double()
+        right = left if other is matrix else other[start : start + block].double()
+        total += left.mT @ right
+    return total

@@ -1,0 +1,509 @@
+"""Model, Layer, Head: the only place where a tensor becomes "a head".
+
+Row convention, activations are rows: ``x @ W``. Concatenated heads times W_O is a sum of blocks,
+
+    concat(z_1 .. z_n) W_O + b_O = sum_i z_i W_O[i] + b_O,
+
+where W_O[i] is the i-th block of d_head *rows* of the (in, out) matrix. All heads are query heads; head h uses key/value head
+``h // (n_heads // n_kv_heads)`` (consecutive query heads share one, as repeat_interleave lays them out).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Float
+from torch import Tensor
+
+from ov_circuits.checkpoint.families import (
+    Architecture,
+    Contents,
+    Family,
+    Role,
+    canonical_store,
+    check_contents,
+    family_of,
+)
+from ov_circuits.checkpoint.locate import Checkpoint
+from ov_circuits.checkpoint.stores import TensorStore
+from ov_circuits.checkpoint.tokenizer import Tokenizer
+from ov_circuits.errors import CircuitsError
+from ov_circuits.folding import VIEW_NOTES, View, check_view, default_view, fold_reader, fold_reader_bias, fold_writer
+from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich, gram
+
+if TYPE_CHECKING:
+    from ov_circuits.trace.trace import Trace
+    from ov_circuits.verify import Certificate
+
+# How many layers' attention weights stay in memory, as float32.
+_CACHED_LAYERS = 3
+
+_LABEL = re.compile(r"(?:L(\d+)H(\d+)|(\d+)\.(\d+))", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer's attention, split into heads, in one weight view. Absent biases are None, not zeros.
+
+    Attributes:
+        index: the layer, from 0.
+        W_Q: [n_heads, d_model, d_head].
+        W_K: [n_kv_heads, d_model, d_head].
+        W_V: [n_kv_heads, d_model, d_head].
+        W_O: [n_heads, d_head, d_model].
+        b_Q: [n_heads, d_head] or None.
+        b_K: [n_kv_heads, d_head] or None.
+        b_V: [n_kv_heads, d_head] or None.
+        b_O: [d_model] or None; belongs to no head.
+        score_scale: what query-key products are multiplied by before the softmax (1 / sqrt(d_head) as a rule).
+    """
+
+    index: int
+    W_Q: Float[Tensor, "head d_model d_head"]
+    W_K: Float[Tensor, "kv_head d_model d_head"]
+    W_V: Float[Tensor, "kv_head d_model d_head"]
+    W_O: Float[Tensor, "head d_head d_model"]
+    b_Q: Float[Tensor, "head d_head"] | None
+    b_K: Float[Tensor, "kv_head d_head"] | None
+    b_V: Float[Tensor, "kv_head d_head"] | None
+    b_O: Float[Tensor, " d_model"] | None
+    score_scale: float
+
+    def per_query_head(self, tensor: Tensor) -> Tensor:
+        """[n_kv_heads, ...] -> [n_heads, ...]: each query head gets its group's key/value head (repeat_interleave, not tile)."""
+        group = self.W_Q.shape[0] // tensor.shape[0]
+        return tensor if group == 1 else repeat(tensor, "kv ... -> (kv group) ...", group=group)
+
+    @cached_property
+    def ov(self) -> LowRank:
+        """All heads' W_V W_O, [n_heads, d_model, d_model] of rank d_head."""
+        return LowRank(self.per_query_head(self.W_V), self.W_O)
+
+    @cached_property
+    def qk(self) -> LowRank:
+        """All heads' W_Q W_K^T times the score scale, [n_heads, d_model, d_model]; for rotary models this is offset 0."""
+        return LowRank(self.W_Q * self.score_scale, self.per_query_head(self.W_K).mT)
+
+
+class Model:
+    """A checkpoint seen as heads, in one weight view. Nothing is read until it is asked for.
+
+    Made by :func:`ov_circuits.load`. ``model.in_view("raw")`` gives the same checkpoint in another view; both share what
+    has been read.
+
+    Attributes:
+        name: what it is called on pages.
+        view: ``raw``, ``folded`` or ``centred`` (see :mod:`ov_circuits.folding`).
+        architecture: the config's numbers under one set of names.
+    """
+
+    def __init__(self, source: Source, view: View) -> None:
+        self._source, self.view = source, view
+        self.name = source.checkpoint.name
+        self.architecture = source.architecture
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        a = self.architecture
+        groups = "" if a.group_size == 1 else f" on {a.n_kv_heads} key/value heads"
+        return (
+            f"Model({self.name!r}: {a.family}, {a.n_layers} layers x {a.n_heads} heads{groups}, "
+            f"d_model {a.d_model}, d_head {a.d_head}, vocabulary {a.n_vocab:,}, view {self.view!r})"
+        )
+
+    @property
+    def n_layers(self) -> int:
+        return self.architecture.n_layers
+
+    @property
+    def n_heads(self) -> int:
+        return self.architecture.n_heads
+
+    @property
+    def view_note(self) -> str:
+        """What the view means, in a sentence."""
+        return VIEW_NOTES[self.view]
+
+    @property
+    def source(self) -> Source:
+        """The open checkpoint: its files, config, and what they hold."""
+        return self._source
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether the checkpoint holds embedding and unembedding (attention-only files do not)."""
+        return self._source.contents.embeddings
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a prompt can be run: embeddings and MLPs are all there."""
+        return self._source.contents.embeddings and self._source.contents.mlps
+
+    def in_view(self, view: str) -> Model:
+        """The same checkpoint in another weight view.
+
+        Raises:
+            CircuitsError: unknown view, or ``centred`` for an RMSNorm model.
+        """
+        return Model(self._source, check_view(view, self.architecture))
+
+    # -- heads --------------------------------------------------------------------------------------------------------
+
+    def layer(self, index: int) -> Layer:
+        """A layer's attention in this view; the three most recent layers are kept.
+
+        Raises:
+            CircuitsError: the model has no such layer.
+        """
+        if not 0 <= index < self.n_layers:
+            raise CircuitsError(f"{self.name} has no layer {index}: it has layers 0 to {self.n_layers - 1}")
+        return self._source.layer(index, self.view)
+
+    def layers(self) -> Iterator[Layer]:
+        """All layers in order, one at a time."""
+        return (self.layer(index) for index in range(self.n_layers))
+
+    def head(self, label: str | int | tuple[int, int], head: int | None = None) -> Head:
+        """A head by label (``"9.9"``, ``"L9H9"``), by pair, or by two numbers ``head(9, 9)``.
+
+        Raises:
+            CircuitsError: no head of that name.
+        """
+        layer, index = _parse_label(label, head)
+        a = self.architecture
+        if not (0 <= layer < a.n_layers and 0 <= index < a.n_heads):
+            raise CircuitsError(
+                f"{self.name} has no head {layer}.{index}: it has layers 0 to {a.n_layers - 1} "
+                f"with heads 0 to {a.n_heads - 1} each"
+            )
+        return Head(self, layer, index)
+
+    def heads(self) -> Iterator[Head]:
+        """All heads, layer by layer."""
+        return (Head(self, layer, index) for layer in range(self.n_layers) for index in range(self.n_heads))
+
+    @property
+    def head_labels(self) -> list[str]:
+        """``"0.0", "0.1", ..``: the row order of every per-head result."""
+        return [f"{layer}.{index}" for layer in range(self.n_layers) for index in range(self.n_heads)]
+
+    def split_W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
+        """A layer's attention output projection as one block a head, [n_heads, d_head, d_model], in this view."""
+        return self.layer(layer).W_O
+
+    # -- embedding and unembedding ------------------------------------------------------------------------------------
+
+    @cached_property
+    def W_E(self) -> Float[Tensor, "n_vocab d_model"]:
+        """Token embedding [n_vocab, d_model]."""
+        return fold_writer(self._source.embedding, self.view)
+
+    @cached_property
+    def W_pos(self) -> Float[Tensor, "n_ctx d_model"] | None:
+        """Learned position embedding [n_ctx, d_model]; None for rotary models."""
+        positions = self._source.position_embedding
+        return None if positions is None else fold_writer(positions, self.view)
+
+    @cached_property
+    def W_U(self) -> Float[Tensor, "d_model n_vocab"]:
+        """Unembedding [d_model, n_vocab]."""
+        return fold_reader(self._source.unembedding, self._source.final_gain, self.view)
+
+    @cached_property
+    def b_U(self) -> Float[Tensor, " n_vocab"] | None:
+        """The final norm's bias seen through the unembedding, [n_vocab]; None when raw or when there is no such bias."""
+        return fold_reader_bias(None, self._source.unembedding, self._source.final_bias, self.view)
+
+    @cached_property
+    def grams(self) -> Grams:
+        """W_E^T W_E, W_U W_U^T and W_U W_E in this view, float64 [d_model, d_model]: shared by all heads' full circuits."""
+        raw = self._source.raw_grams
+        if self.view == "raw":
+            return raw
+        gain = self._source.final_gain.double()
+        write = gain[:, None] * raw.write * gain
+        cross = gain[:, None] * raw.cross
+        if self.view == "folded":
+            return Grams(raw.read, write, cross)
+        return Grams(_centre_both(raw.read), _centre_both(write), _centre_both(cross))
+
+    def full_ov(self, layer: int) -> Sandwich:
+        """A layer's full OV circuits W_E W_V W_O W_U, [n_heads, n_vocab, n_vocab], never formed."""
+        return Sandwich(self.W_E, self.layer(layer).ov, self.W_U, self.grams)
+
+    # -- text -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            CircuitsError: it has none.
+        """
+        return self._source.tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._source.has_tokenizer
+
+    # -- the next rooms -------------------------------------------------------------------------------------------------
+
+    def trace(self, prompt: Any, *, bos: bool | None = None) -> Trace:
+        """Run the model on a prompt; see :func:`ov_circuits.trace.trace.trace`."""
+        from ov_circuits.trace.trace import trace
+
+        return trace(self, prompt, bos=bos)
+
+    def verify(self) -> Certificate:
+        """Check the split on this very checkpoint; see :func:`ov_circuits.verify.verify`."""
+        from ov_circuits.verify import verify
+
+        return verify(self)
+
+
+@dataclass(frozen=True)
+class Head:
+    """One query head of a model, in the model's weight view."""
+
+    model: Model
+    layer: int
+    index: int
+
+    @property
+    def label(self) -> str:
+        """``"9.9"``: layer and head."""
+        return f"{self.layer}.{self.index}"
+
+    @property
+    def kv_head(self) -> int:
+        """The key/value head it reads with."""
+        return self.index // self.model.architecture.group_size
+
+    def __repr__(self) -> str:
+        return f"Head({self.label} of {self.model.name!r}, view {self.model.view!r})"
+
+    @property
+    def _layer(self) -> Layer:
+        return self.model.layer(self.layer)
+
+    @property
+    def W_Q(self) -> Float[Tensor, "d_model d_head"]:
+        """[d_model, d_head]."""
+        return self._layer.W_Q[self.index]
+
+    @property
+    def W_K(self) -> Float[Tensor, "d_model d_head"]:
+        """[d_model, d_head], of its key/value head."""
+        return self._layer.W_K[self.kv_head]
+
+    @property
+    def W_V(self) -> Float[Tensor, "d_model d_head"]:
+        """[d_model, d_head], of its key/value head."""
+        return self._layer.W_V[self.kv_head]
+
+    @property
+    def W_O(self) -> Float[Tensor, "d_head d_model"]:
+        """[d_head, d_model]: rows ``index * d_head`` to ``(index + 1) * d_head`` of the (in, out) output projection."""
+        return self._layer.W_O[self.index]
+
+    @property
+    def b_Q(self) -> Float[Tensor, " d_head"] | None:
+        """[d_head] or None."""
+        return None if self._layer.b_Q is None else self._layer.b_Q[self.index]
+
+    @property
+    def b_K(self) -> Float[Tensor, " d_head"] | None:
+        """[d_head] or None."""
+        return None if self._layer.b_K is None else self._layer.b_K[self.kv_head]
+
+    @property
+    def b_V(self) -> Float[Tensor, " d_head"] | None:
+        """[d_head] or None; ``b_V @ W_O`` is written at every position, whatever is attended to."""
+        return None if self._layer.b_V is None else self._layer.b_V[self.kv_head]
+
+    @property
+    def ov(self) -> LowRank:
+        """W_V W_O, [d_model, d_model]: what is written for what is read (Elhage et al. 2021)."""
+        return self._layer.ov[self.index]
+
+    @property
+    def qk(self) -> LowRank:
+        """W_Q W_K^T times the score scale, [d_model, d_model]; rows are queries. For rotary models: at offset 0, one of many."""
+        return self._layer.qk[self.index]
+
+    @property
+    def full_ov(self) -> LowRank:
+        """W_E W_V W_O W_U, [n_vocab, n_vocab], never formed: row = token attended to, column = token whose logit moves."""
+        return self.model.full_ov(self.layer)[self.index]
+
+
+class Source:
+    """An open checkpoint and the parts of it that have been read. Shared by all views of a model."""
+
+    def __init__(self, checkpoint: Checkpoint, *, bridge: Any = None) -> None:
+        self.checkpoint = checkpoint
+        self.bridge = bridge
+        self.family: Family = family_of(checkpoint.config, checkpoint.where)
+        self.architecture: Architecture = self.family.architecture(checkpoint.config)
+        self.store: TensorStore = canonical_store(checkpoint.store, self.family)
+        self.contents: Contents = check_contents(
+            self.store, self.family, self.architecture, checkpoint.config, checkpoint.where
+        )
+        self._layers: OrderedDict[tuple[int, View], Layer] = OrderedDict()
+
+    def layer(self, index: int, view: View) -> Layer:
+        """A layer in a view, from the cache of recent ones."""
+        key = (index, view)
+        if key not in self._layers:
+            self._layers[key] = self._read_layer(index, view)
+            while len(self._layers) > _CACHED_LAYERS:
+                self._layers.popitem(last=False)
+        self._layers.move_to_end(key)
+        return self._layers[key]
+
+    def _read_layer(self, index: int, view: View) -> Layer:
+        a = self.architecture
+        gain, norm_bias = self._norm(self.family.attention_norm.format(layer=index))
+
+        def reader(role: Role, heads: int) -> tuple[Tensor, Tensor | None]:
+            """A reading matrix split into heads, its norm folded in as the view says."""
+            projection = self.family.projections[role]
+            matrix = projection.weight(self.store, index)
+            bias = projection.bias(self.store, index)
+            W = rearrange(matrix, "d_model (head d_head) -> head d_model d_head", head=heads)
+            b = None if bias is None else rearrange(bias, "(head d_head) -> head d_head", head=heads)
+            return fold_reader(W, gain, view), fold_reader_bias(b, W, norm_bias, view)
+
+        W_Q, b_Q = reader("Q", a.n_heads)
+        W_K, b_K = reader("K", a.n_kv_heads)
+        W_V, b_V = reader("V", a.n_kv_heads)
+        output = self.family.projections["O"]
+        W_O = rearrange(output.weight(self.store, index), "(head d_head) d_model -> head d_head d_model", head=a.n_heads)
+        b_O = output.bias(self.store, index)
+        return Layer(
+            index=index,
+            W_Q=W_Q,
+            W_K=W_K,
+            W_V=W_V,
+            W_O=fold_writer(W_O, view),
+            b_Q=b_Q,
+            b_K=b_K,
+            b_V=b_V,
+            b_O=None if b_O is None else fold_writer(b_O, view),
+            score_scale=a.score_scale(index),
+        )
+
+    def _norm(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """A norm's gain and, where it has one, its bias."""
+        bias = f"{name}.bias"
+        return self._need(f"{name}.weight"), self.store.read(bias) if bias in self.store else None
+
+    def _need(self, name: str) -> Tensor:
+        if name not in self.store:
+            raise CircuitsError(
+                f"{self.checkpoint.where} has no tensor {name} (it holds attention weights only), "
+                "so what passes through embedding or unembedding cannot be computed; use the full checkpoint"
+            )
+        return self.store.read(name)
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        """W_E [n_vocab, d_model] as stored."""
+        return self._need(f"{self.family.embed}.weight")
+
+    @cached_property
+    def unembedding(self) -> Tensor:
+        """W_U [d_model, n_vocab] as stored; with tied weights, the embedding transposed."""
+        return self.embedding.mT if self.architecture.tied else self._need(f"{self.family.unembed}.weight").mT
+
+    @cached_property
+    def position_embedding(self) -> Tensor | None:
+        """W_pos [n_ctx, d_model] as stored, where positions are learned."""
+        return None if self.family.positions is None else self._need(f"{self.family.positions}.weight")
+
+    @cached_property
+    def _final_norm(self) -> tuple[Tensor, Tensor | None]:
+        return self._norm(self.family.final_norm)
+
+    @property
+    def final_gain(self) -> Tensor:
+        """The final norm's gain [d_model]."""
+        return self._final_norm[0]
+
+    @property
+    def final_bias(self) -> Tensor | None:
+        """The final norm's bias [d_model], or None."""
+        return self._final_norm[1]
+
+    @cached_property
+    def raw_grams(self) -> Grams:
+        """The three Gram matrices of the stored embedding and unembedding; one product when they are tied."""
+        read = gram(self.embedding)
+        if self.architecture.tied:
+            return Grams(read, read, read)
+        U = self.unembedding.mT
+        return Grams(read, gram(U), gram(U, self.embedding))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        if self.bridge is not None and self.bridge.tokenizer is not None:
+            return Tokenizer.of_transformers(self.bridge.tokenizer, self.checkpoint.config)
+        return Tokenizer.open(self.checkpoint.folder, self.checkpoint.gguf, self.checkpoint.config)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        try:
+            return self.tokenizer is not None
+        except CircuitsError:
+            return False
+
+
+def _centre_both(matrix: Tensor) -> Tensor:
+    """(I - 11^T/d) matrix (I - 11^T/d)."""
+    matrix = matrix - matrix.mean(dim=0, keepdim=True)
+    return matrix - matrix.mean(dim=1, keepdim=True)
+
+
+def _parse_label(label: str | int | tuple[int, int], head: int | None) -> tuple[int, int]:
+    if isinstance(label, tuple) and head is None:
+        return label
+    if isinstance(label, int) and isinstance(head, int):
+        return label, head
+    match = _LABEL.fullmatch(str(label).strip()) if isinstance(label, str) and head is None else None
+    if match is None:
+        shown = label if head is None else f"{label}, {head}"
+        raise CircuitsError(f"{shown!r} names no head: write '9.9', 'L9H9' or two numbers, layer and head")
+    layer, index = (int(part) for part in match.groups() if part is not None)
+    return layer, index
+
+
+def load(x: Any = None, *, view: str | None = None, revision: str | None = None) -> Model:
+    """Open a checkpoint. Only headers are read: milliseconds, no weight memory.
+
+    Args:
+        x: nothing (the model that comes with the package), a folder, a ``.safetensors``, ``.bin`` or ``.gguf`` file,
+            ``"smollm2"`` (after ``ov-circuits fetch smollm2``), a hub name such as ``"gpt2"``, or a TransformerLens
+            ``TransformerBridge`` in memory, whose weights are used without a copy.
+        view: weight view; by default ``centred`` for LayerNorm and ``folded`` for RMSNorm models.
+        revision: branch, tag or commit of a hub model.
+
+    Raises:
+        CircuitsError: nothing is there, or it is not a GPT-2 or Llama-style checkpoint.
+    """
+    from ov_circuits.checkpoint.in_memory import from_bridge, is_bridge
+    from ov_circuits.checkpoint.locate import open_checkpoint
+
+    if is_bridge(x):
+        source = Source(from_bridge(x), bridge=x)
+    else:
+        source = Source(open_checkpoint(x, revision))
+    chosen = default_view(source.architecture) if view is None else check_view(view, source.architecture)
+    return Model(source, chosen)
