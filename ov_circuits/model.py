@@ -39,6 +39,8 @@ from ov_circuits.folding import VIEW_NOTES, View, check_view, default_view, fold
 from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich, gram
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ov_circuits.trace.trace import Trace
     from ov_circuits.verify import Certificate
 
@@ -344,13 +346,26 @@ class Head:
         """W_E W_V W_O W_U, [n_vocab, n_vocab], never formed: row = token attended to, column = token whose logit moves."""
         return self.model.full_ov(self.layer)[self.index]
 
+    def writes(self, token: str | int, k: int = 10) -> pd.DataFrame:
+        """What it writes when it attends to a token; see :func:`ov_circuits.scores.directions.writes`."""
+        from ov_circuits.scores.directions import writes
+
+        return writes(self, token, k)
+
+    def reads(self, k: int = 10, direction: int = 0) -> pd.DataFrame:
+        """Which tokens excite a singular direction; see :func:`ov_circuits.scores.directions.reads`."""
+        from ov_circuits.scores.directions import reads
+
+        return reads(self, k, direction)
+
 
 class Source:
     """An open checkpoint and the parts of it that have been read. Shared by all views of a model."""
 
     def __init__(self, checkpoint: Checkpoint, *, bridge: Any = None) -> None:
         self.checkpoint = checkpoint
-        self.bridge = bridge
+        self.bridge = bridge  # the user's own, or made by trace.engines when a prompt is first run
+        self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
         self.family: Family = family_of(checkpoint.config, checkpoint.where)
         self.architecture: Architecture = self.family.architecture(checkpoint.config)
         self.store: TensorStore = canonical_store(checkpoint.store, self.family)
@@ -454,8 +469,8 @@ class Source:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        if self.bridge is not None and self.bridge.tokenizer is not None:
-            return Tokenizer.of_transformers(self.bridge.tokenizer, self.checkpoint.config)
+        if self._bridge_tokenizer is not None:
+            return Tokenizer.of_transformers(self._bridge_tokenizer, self.checkpoint.config)
         return Tokenizer.open(self.checkpoint.folder, self.checkpoint.gguf, self.checkpoint.config)
 
     @property

@@ -110,10 +110,14 @@ class LowRank:
             if self.rank <= other.rank:
                 return LowRank(self.left, middle @ other.right)
             return LowRank(self.left @ middle, other.right)
+        if other.ndim == 1:  # a column for every matrix of the batch
+            return (self.left @ (self.right @ other).unsqueeze(-1)).squeeze(-1)
         return self.left @ (self.right @ other)
 
     def __rmatmul__(self, other: Tensor) -> Tensor:
         """x @ M for rows x [..., k, n] or a vector [n]: what the circuit makes of residual-stream rows."""
+        if other.ndim == 1:  # a row for every matrix of the batch
+            return ((other @ self.left).unsqueeze(-2) @ self.right).squeeze(-2)
         return (other @ self.left) @ self.right
 
     def rows(self, index: Tensor | list[int]) -> Tensor:
@@ -279,13 +283,30 @@ class Sandwich(LowRank):
         return (rows @ self._inner.right) @ self._outer_right
 
     @cached_property
+    def _balanced(self) -> tuple[Tensor, Tensor]:
+        """A' [..., d, k] and B' [..., k, d] with A' B' = A B, float64, half of each singular value in either.
+
+        A Gram matrix squares a condition number. That of the product must be borne; those of A and B, whose scales may
+        cancel in the product, are taken out here.
+        """
+        Q_A, R_A = torch.linalg.qr(self._inner.left.double())
+        Q_B, R_B = torch.linalg.qr(self._inner.right.double().mT)
+        X, S, Yh = torch.linalg.svd(R_A @ R_B.mT, full_matrices=False)
+        half = S.sqrt()
+        return (Q_A @ X) * half.unsqueeze(-2), (half.unsqueeze(-1) * Yh) @ Q_B.mT
+
+    @property
+    def _n_singular(self) -> int:
+        return min(*self.shape[-2:], *self._inner.left.shape[-2:])
+
+    @cached_property
     def _root_left(self) -> Tensor:
-        A = self._inner.left.double()
+        A, _ = self._balanced
         return _root_of_gram(A.mT @ self._grams.read @ A)
 
     @cached_property
     def _root_right(self) -> Tensor:
-        B = self._inner.right.double()
+        _, B = self._balanced
         return _root_of_gram(B @ self._grams.write @ B.mT)
 
     @cached_property
@@ -293,10 +314,10 @@ class Sandwich(LowRank):
         return self._inner.right.double() @ self._grams.cross @ self._inner.left.double()
 
     def _times_left(self, coefficients: Tensor) -> Tensor:
-        return _blocked_product(self._outer_left, self._inner.left.double() @ coefficients)
+        return _blocked_product(self._outer_left, self._balanced[0] @ coefficients)
 
     def _times_right(self, coefficients: Tensor) -> Tensor:
-        return _blocked_product(self._outer_right.mT, self._inner.right.double().mT @ coefficients)
+        return _blocked_product(self._outer_right.mT, self._balanced[1].mT @ coefficients)
 
 
 def _root_of_gram(gram: Tensor) -> Tensor:

@@ -1,0 +1,261 @@
+"""The scoreboard: one row a head, every score under its published name.
+
+``SCORES`` is the one list of per-head scores: tables, the CLI and the pages take names, labels, ranges and sources from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from ov_circuits.errors import CircuitsError
+from ov_circuits.linalg.lowrank import LowRank
+from ov_circuits.model import Layer, Model
+from ov_circuits.progress import track
+from ov_circuits.scores import spectra
+from ov_circuits.scores.directions import directions, token_list
+
+
+class LayerCircuits:
+    """One layer's circuits, each built once for all scores that ask for it."""
+
+    def __init__(self, model: Model, layer: int) -> None:
+        self.model = model
+        self.weights: Layer = model.layer(layer)
+        self.ov: LowRank = self.weights.ov
+        self.qk: LowRank = self.weights.qk
+
+    @cached_property
+    def full_ov(self) -> LowRank:
+        return self.model.full_ov(self.weights.index)
+
+    @property
+    def value_bias(self) -> Tensor:
+        """||b_V W_O|| of each head, zero where there is no bias."""
+        layer = self.weights
+        if layer.b_V is None:
+            return torch.zeros(layer.W_O.shape[0])
+        return torch.einsum("hd,hdm->hm", layer.per_query_head(layer.b_V), layer.W_O).norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a column of the scoreboard is.
+
+    Attributes:
+        key: the column's name.
+        label: what pages call it.
+        group: where pages list it.
+        source: the paper or definition.
+        note: range, units, pitfalls.
+        compute: the layer's circuits -> one number a head, [n_heads].
+        needs_embeddings: whether the checkpoint must hold W_E and W_U.
+        diverging: whether zero is the middle of the scale.
+        range: the values it can take, where that is a fixed interval.
+    """
+
+    key: str
+    label: str
+    group: str
+    source: str
+    note: str
+    compute: Callable[[LayerCircuits], Tensor]
+    needs_embeddings: bool = False
+    diverging: bool = False
+    range: tuple[float, float] | None = None
+
+
+_ELHAGE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"
+_NORMAL = "OV is not normal: a large eigenvalue need not mean a large effect, and the score does not say which tokens."
+
+SCORES: dict[str, Score] = {
+    score.key: score
+    for score in (
+        Score(
+            "eigen_copying_ov",
+            "Eigenvalue copying, residual space",
+            "Copying",
+            _ELHAGE,
+            f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_V W_O. {_NORMAL}",
+            lambda c: spectra.eigenvalue_copying(c.ov.eigenvalues),
+            diverging=True,
+            range=(-1.0, 1.0),
+        ),
+        Score(
+            "eigen_copying_full",
+            "Eigenvalue copying, vocabulary",
+            "Copying",
+            _ELHAGE,
+            f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_E W_V W_O W_U. {_NORMAL}",
+            lambda c: spectra.eigenvalue_copying(c.full_ov.eigenvalues),
+            needs_embeddings=True,
+            diverging=True,
+            range=(-1.0, 1.0),
+        ),
+        Score(
+            "ov_frobenius_norm",
+            "OV Frobenius norm",
+            "OV spectrum",
+            "‖W_V W_O‖_F",
+            "Size of what the head can move through the residual stream, in the result's weight view.",
+            lambda c: c.ov.frobenius_norm,
+        ),
+        Score(
+            "ov_spectral_norm",
+            "OV spectral norm",
+            "OV spectrum",
+            "‖W_V W_O‖_2",
+            "The largest singular value of W_V W_O.",
+            lambda c: c.ov.spectral_norm,
+        ),
+        Score(
+            "ov_stable_rank",
+            "OV stable rank",
+            "OV spectrum",
+            "‖M‖_F² / ‖M‖_2²",
+            "Between 1 and d_head: how many directions carry W_V W_O.",
+            lambda c: spectra.stable_rank(c.ov.singular_values),
+        ),
+        Score(
+            "ov_participation_ratio",
+            "OV participation ratio",
+            "OV spectrum",
+            "(Σ s²)² / Σ s⁴",
+            "Between 1 and d_head: how many directions share the energy of W_V W_O.",
+            lambda c: spectra.participation_ratio(c.ov.singular_values),
+        ),
+        Score(
+            "ov_entropy_rank",
+            "OV entropy rank",
+            "OV spectrum",
+            "Roy & Vetterli 2007, The effective rank",
+            "exp of the entropy of the normalised singular values; between 1 and d_head.",
+            lambda c: spectra.entropy_rank(c.ov.singular_values),
+        ),
+        Score(
+            "full_ov_frobenius_norm",
+            "Full OV Frobenius norm",
+            "Full OV spectrum",
+            "‖W_E W_V W_O W_U‖_F",
+            "Over the whole vocabulary, exact, from the Gram matrices of W_E and W_U.",
+            lambda c: c.full_ov.frobenius_norm,
+            needs_embeddings=True,
+        ),
+        Score(
+            "full_ov_spectral_norm",
+            "Full OV spectral norm",
+            "Full OV spectrum",
+            "‖W_E W_V W_O W_U‖_2",
+            "The largest singular value over the whole vocabulary.",
+            lambda c: c.full_ov.spectral_norm,
+            needs_embeddings=True,
+        ),
+        Score(
+            "full_ov_stable_rank",
+            "Full OV stable rank",
+            "Full OV spectrum",
+            "‖M‖_F² / ‖M‖_2²",
+            "Between 1 and d_head. Values near 1 often mean that one direction all tokens share dominates.",
+            lambda c: spectra.stable_rank(c.full_ov.singular_values),
+            needs_embeddings=True,
+        ),
+        Score(
+            "qk_frobenius_norm",
+            "QK Frobenius norm",
+            "QK spectrum",
+            "‖W_Q W_Kᵀ‖_F · score scale",
+            "Times 1/√d_head. For rotary models at offset 0, one of many.",
+            lambda c: c.qk.frobenius_norm,
+        ),
+        Score(
+            "qk_stable_rank",
+            "QK stable rank",
+            "QK spectrum",
+            "‖M‖_F² / ‖M‖_2²",
+            "Between 1 and d_head. For rotary models at offset 0, one of many.",
+            lambda c: spectra.stable_rank(c.qk.singular_values),
+        ),
+        Score(
+            "value_bias_norm",
+            "Value bias written",
+            "Biases",
+            "‖b_V W_O‖",
+            "What the head writes at every position whatever it attends to, as attention rows sum to one.",
+            lambda c: c.value_bias,
+        ),
+    )
+}
+
+TOKEN_COLUMNS = ("reads_plus", "writes_plus", "reads_minus", "writes_minus")
+
+
+def scoreboard(model: Model, scores: Sequence[str] | None = None, tokens: int = 5) -> pd.DataFrame:
+    """Weight-only scores of every head.
+
+    Args:
+        model: the checkpoint, in the weight view that the scores are to have.
+        scores: names from ``SCORES``; all that the checkpoint allows when None.
+        tokens: how many tokens the leading singular pair is shown with at each end (0 leaves these columns out).
+
+    Returns:
+        One row a head in layer-major order: ``head``, ``layer``, ``index``, ``kv_head``, the scores, and, where there are
+        embeddings, ``reads_plus``, ``writes_plus``, ``reads_minus``, ``writes_minus`` (lists of token texts: what excites
+        either end of the leading singular direction of W_V W_O, and what is then written). ``attrs`` says model, view and
+        what was left out and why.
+
+    Raises:
+        CircuitsError: an unknown score, or one that needs embeddings the checkpoint does not hold.
+    """
+    chosen = _chosen(model, scores)
+    with_tokens = tokens > 0 and model.has_embeddings
+    parts = [
+        _layer_frame(model, index, chosen, tokens if with_tokens else 0)
+        for index in track(range(model.n_layers), "Scoring heads")
+    ]
+    frame = pd.concat(parts, ignore_index=True)
+    frame.attrs = {
+        "model": model.name,
+        "view": model.view,
+        "sources": {score.key: score.source for score in chosen},
+        "left_out": [] if model.has_embeddings else [s.key for s in SCORES.values() if s.needs_embeddings],
+    }
+    return frame
+
+
+def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int) -> pd.DataFrame:
+    circuits = LayerCircuits(model, layer)
+    a = model.architecture
+    columns: dict[str, object] = {
+        "head": [f"{layer}.{index}" for index in range(a.n_heads)],
+        "layer": layer,
+        "index": range(a.n_heads),
+        "kv_head": [index // a.group_size for index in range(a.n_heads)],
+    }
+    columns |= {score.key: score.compute(circuits).double().numpy() for score in chosen}
+    if tokens:
+        found = directions(model, layer, k=1, tokens=tokens)
+        ends = (found.reads.plus, found.writes.plus, found.reads.minus, found.writes.minus)
+        for name, ids in zip(TOKEN_COLUMNS, ends, strict=True):
+            columns[name] = [token_list(model, head_ids) for head_ids in ids[:, 0].tolist()]
+    return pd.DataFrame(columns)
+
+
+def _chosen(model: Model, names: Sequence[str] | None) -> list[Score]:
+    if names is None:
+        return [score for score in SCORES.values() if model.has_embeddings or not score.needs_embeddings]
+    chosen = []
+    for name in names:
+        if name not in SCORES:
+            near = difflib.get_close_matches(name, SCORES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise CircuitsError(f"there is no score {name!r}{hint} The scores are: {', '.join(SCORES)}")
+        if SCORES[name].needs_embeddings and not model.has_embeddings:
+            raise CircuitsError(f"the score {name} needs embeddings, and {model.name} holds attention weights only")
+        chosen.append(SCORES[name])
+    return chosen

@@ -1,0 +1,165 @@
+"""Singular directions read through the vocabulary (Millidge & Black 2022, "The Singular Value Decompositions of Transformer
+Weight Matrices are Highly Interpretable").
+
+W_V W_O = U diag(S) V^T. A left vector u is what the head reads: token t excites it by W_E[t] . u. The right vector v is what
+it then writes: logits move along v^T W_U. The sign of a pair (u, v) is arbitrary, so both ends are read out: whatever excites
++u writes +v, whatever excites -u writes -v. Where neighbouring singular values are nearly equal, only their span means
+something; such pairs are marked as not separable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ov_circuits.errors import CircuitsError
+from ov_circuits.model import Head, Model
+
+# Neighbouring singular values closer than this, relative to the larger, leave single vectors undetermined.
+SEPARABLE_GAP = 1e-2
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The strongest tokens at both ends of directions: ids and projections, [..., n], strongest first at either end."""
+
+    plus: Int[Tensor, "*direction n"]
+    plus_values: Float[Tensor, "*direction n"]
+    minus: Int[Tensor, "*direction n"]
+    minus_values: Float[Tensor, "*direction n"]
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The leading singular directions of the heads of one layer, with tokens at both ends.
+
+    Attributes:
+        values: singular values of W_V W_O, [n_heads, k].
+        energy: share of ||W_V W_O||_F^2 in each pair, [n_heads, k].
+        separable: whether a pair stands apart from its neighbours, [n_heads, k].
+        reads: tokens by W_E @ u; writes: tokens by v @ W_U; each [n_heads, k, n].
+    """
+
+    values: Float[Tensor, "head k"]
+    energy: Float[Tensor, "head k"]
+    separable: Bool[Tensor, "head k"]
+    reads: Ends
+    writes: Ends
+
+
+def directions(model: Model, layer: int, k: int = 6, tokens: int = 8) -> Directions:
+    """The ``k`` leading singular pairs of every head of a layer, each end with its ``tokens`` strongest tokens.
+
+    A pair's sign is fixed so that the token with the largest projection on either end of the reading side is on the plus
+    end; reading and writing sides are flipped together.
+
+    Raises:
+        CircuitsError: the checkpoint holds no embeddings.
+    """
+    if not model.has_embeddings:
+        raise CircuitsError(f"{model.name} holds no embeddings: singular directions cannot be read through a vocabulary")
+    ov = model.layer(layer).ov
+    pairs = ov.singular_pairs(k)
+    S = pairs.S
+    read = _project(model.W_E, pairs.U.float())
+    write = _project(model.W_U.mT, pairs.V.float())
+    flipped = read.amax(0) < -read.amin(0)
+    sign = torch.where(flipped, -1.0, 1.0)
+    return Directions(
+        values=S,
+        energy=S.square() / ov.frobenius_norm.square().unsqueeze(-1),
+        separable=separable(ov.singular_values)[..., : S.shape[-1]],
+        reads=_ends(read * sign, tokens),
+        writes=_ends(write * sign, tokens),
+    )
+
+
+def separable(singular_values: Float[Tensor, "*head k"]) -> Bool[Tensor, "*head k"]:
+    """Whether each singular value is apart from both neighbours by more than ``SEPARABLE_GAP`` of the larger one."""
+    gaps = singular_values[..., :-1] - singular_values[..., 1:] > SEPARABLE_GAP * singular_values[..., :-1]
+    edge = torch.ones_like(gaps[..., :1]) if gaps.shape[-1] else torch.ones_like(singular_values, dtype=torch.bool)
+    return (torch.cat([edge, gaps], -1) & torch.cat([gaps, edge], -1)) if gaps.shape[-1] else edge
+
+
+def _project(vocabulary: Tensor, vectors: Tensor) -> Tensor:
+    """[n_vocab, d_model] and [head, d_model, k] -> [n_vocab, head, k], as one product."""
+    heads, _, k = vectors.shape
+    flat = vectors.transpose(0, 1).reshape(vectors.shape[1], heads * k)
+    return (vocabulary @ flat).unflatten(-1, (heads, k))
+
+
+def _ends(projections: Tensor, n: int) -> Ends:
+    """[n_vocab, head, k] -> the ``n`` strongest tokens at both ends, along the vocabulary."""
+    by_direction = projections.movedim(0, -1).contiguous()
+    n = min(n, by_direction.shape[-1])
+    plus, minus = by_direction.topk(n, largest=True), by_direction.topk(n, largest=False)
+    return Ends(plus.indices, plus.values, minus.indices, minus.values)
+
+
+def writes(head: Head, token: str | int, k: int = 10) -> pd.DataFrame:
+    """What a head writes when it attends to ``token``: the ``k`` most raised and ``k`` most lowered tokens.
+
+    The row W_E[token] W_V W_O W_U of the full OV circuit, exact over the vocabulary. The norm's scale is left out: it
+    multiplies the whole row.
+
+    Returns:
+        Columns ``end`` (``raised`` or ``lowered``), ``id``, ``token``, ``value``.
+
+    Raises:
+        CircuitsError: no such token, or no embeddings.
+    """
+    model = head.model
+    index = model.tokenizer.single(token) if isinstance(token, str) else _checked(model, token)
+    row = (model.W_E[index] @ head.ov) @ model.W_U
+    return _ends_frame(model, row, k, ("raised", "lowered"), source=index)
+
+
+def reads(head: Head, k: int = 10, direction: int = 0) -> pd.DataFrame:
+    """Which tokens excite one of a head's singular directions (the leading one by default), and what it then writes.
+
+    Returns:
+        Columns ``end`` (``+`` or ``-``), ``side`` (``read`` or ``write``), ``id``, ``token``, ``value``.
+    """
+    found = directions(head.model, head.layer, k=direction + 1, tokens=k)
+    if direction >= found.values.shape[-1]:
+        raise CircuitsError(f"head {head.label} has {found.values.shape[-1]} singular directions, not {direction + 1}")
+    rows = []
+    for side, ends in (("read", found.reads), ("write", found.writes)):
+        for end, ids, values in (("+", ends.plus, ends.plus_values), ("-", ends.minus, ends.minus_values)):
+            for token, value in zip(
+                ids[head.index, direction].tolist(), values[head.index, direction].tolist(), strict=True
+            ):
+                rows.append((end, side, token, token_text(head.model, token), value))
+    return pd.DataFrame(rows, columns=["end", "side", "id", "token", "value"])
+
+
+def token_text(model: Model, token: int) -> str:
+    """A token's text, or its id where the checkpoint has no tokenizer."""
+    return model.tokenizer.text(token) if model.has_tokenizer else f"⟨id {token}⟩"
+
+
+def token_list(model: Model, ids: Sequence[int]) -> list[str]:
+    """Texts of several tokens."""
+    return [token_text(model, token) for token in ids]
+
+
+def _checked(model: Model, token: int) -> int:
+    if not 0 <= token < model.architecture.n_vocab:
+        raise CircuitsError(f"token id {token} is outside the vocabulary of {model.architecture.n_vocab:,}")
+    return token
+
+
+def _ends_frame(model: Model, row: Tensor, k: int, names: tuple[str, str], source: int) -> pd.DataFrame:
+    k = min(k, row.shape[-1])
+    records = []
+    for name, best in ((names[0], row.topk(k)), (names[1], row.topk(k, largest=False))):
+        for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            records.append((name, token, token_text(model, token), value))
+    frame = pd.DataFrame(records, columns=["end", "id", "token", "value"])
+    frame.attrs = {"view": model.view, "source_token": token_text(model, source)}
+    return frame

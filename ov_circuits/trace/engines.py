@@ -1,0 +1,184 @@
+"""Runs the model once on one prompt and records what attention heads are made of.
+
+The model is transformers' own, given the very tensors that :mod:`ov_circuits.checkpoint` reads, under TransformerLens's
+TransformerBridge. Recorded are the patterns, values and z of every head and the outputs of every component: what a head
+writes is computed from them on demand, so nothing of size [heads, positions, d_model] is ever kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ov_circuits.errors import CircuitsError
+
+if TYPE_CHECKING:
+    from ov_circuits.model import Model
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRecord:
+    """One layer on one prompt.
+
+    Attributes:
+        attention_input: the normalised stream that W_Q, W_K and W_V read (gain and bias applied), [pos, d_model].
+        pattern: attention, [n_heads, destination, source]; rows sum to one.
+        v: values with their bias, [n_kv_heads, source, d_head].
+        z: pattern-weighted values, [n_heads, destination, d_head]: the *input* of the output projection.
+        attention_output: what the attention layer writes, b_O included, [pos, d_model].
+        mlp_output: [pos, d_model].
+    """
+
+    attention_input: Float[Tensor, "pos d_model"]
+    pattern: Float[Tensor, "head destination source"]
+    v: Float[Tensor, "kv_head source d_head"]
+    z: Float[Tensor, "head destination d_head"]
+    attention_output: Float[Tensor, "pos d_model"]
+    mlp_output: Float[Tensor, "pos d_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A whole model on one prompt.
+
+    Attributes:
+        embedding: token embeddings as they enter the stream, [pos, d_model].
+        position: learned position embeddings, [pos, d_model], or None.
+        layers: one :class:`LayerRecord` a layer.
+        final: the residual stream that the final norm reads, [pos, d_model].
+        logits: the model's own logits, [pos, n_vocab].
+    """
+
+    embedding: Float[Tensor, "pos d_model"]
+    position: Float[Tensor, "pos d_model"] | None
+    layers: tuple[LayerRecord, ...]
+    final: Float[Tensor, "pos d_model"]
+    logits: Float[Tensor, "pos n_vocab"]
+
+
+# Record field -> the bridge's hook point.
+_LAYER_HOOKS = {
+    "attention_input": "ln1.hook_out",
+    "pattern": "attn.hook_pattern",
+    "v": "attn.hook_v",
+    "z": "attn.hook_z",
+    "attention_output": "hook_attn_out",
+    "mlp_output": "hook_mlp_out",
+}
+
+
+def record(model: Model, tokens: Sequence[int]) -> Record:
+    """Run the model on token ids.
+
+    Raises:
+        CircuitsError: the checkpoint cannot run (attention weights only), or the ids do not fit it.
+    """
+    check_tokens(model, tokens)
+    bridge = bridge_of(model)
+    layers = range(model.n_layers)
+    hooks = {f"blocks.{layer}.{hook}" for layer in layers for hook in _LAYER_HOOKS.values()}
+    hooks |= {"hook_embed", "ln_final.hook_in"} | ({"hook_pos_embed"} if model.architecture.positions == "learned" else set())
+    device = next(bridge.original_model.parameters()).device
+    with torch.inference_mode():
+        logits, cache = bridge.run_with_cache(torch.tensor([list(tokens)], device=device), names_filter=sorted(hooks))
+
+    def get(name: str) -> Tensor:
+        if name not in cache:
+            raise RuntimeError(f"TransformerLens recorded no {name} for {model.name}: this version names it otherwise")
+        return cache[name][0].detach().float().cpu()
+
+    def layer_record(layer: int) -> LayerRecord:
+        parts = {field: get(f"blocks.{layer}.{hook}") for field, hook in _LAYER_HOOKS.items()}
+        parts["v"], parts["z"] = parts["v"].transpose(0, 1), parts["z"].transpose(0, 1)
+        return LayerRecord(**parts)
+
+    position = None
+    if "hook_pos_embed" in hooks:
+        position = get("hook_pos_embed")
+    return Record(
+        embedding=get("hook_embed"),
+        position=position,
+        layers=tuple(layer_record(layer) for layer in layers),
+        final=get("ln_final.hook_in"),
+        logits=logits[0].detach().float().cpu(),
+    )
+
+
+def check_tokens(model: Model, tokens: Sequence[int]) -> None:
+    """Raise a CircuitsError unless these ids can be run."""
+    a = model.architecture
+    if not model.can_run:
+        missing = model.source.contents.missing
+        raise CircuitsError(
+            f"{model.name} cannot run a prompt: its checkpoint lacks {missing[0]} and {len(missing) - 1} more tensors. "
+            "Weight-only commands (heads, head, split, report without --prompt) work"
+        )
+    if len(tokens) == 0:
+        raise CircuitsError("the prompt is empty: give it at least one token")
+    if len(tokens) > a.n_ctx:
+        raise CircuitsError(f"the prompt is {len(tokens)} tokens long and {model.name} reads at most {a.n_ctx}: shorten it")
+    outside = [token for token in tokens if not 0 <= token < a.n_vocab]
+    if outside:
+        raise CircuitsError(f"token id {outside[0]} is outside the vocabulary of {model.name} (0 to {a.n_vocab - 1})")
+
+
+def bridge_of(model: Model) -> Any:
+    """The checkpoint's TransformerBridge: the user's own, or one built once from the tensors this package reads."""
+    source = model.source
+    if source.bridge is None:
+        source.bridge = _build_bridge(model)
+    return source.bridge
+
+
+def _build_bridge(model: Model) -> Any:
+    with _quiet():
+        from transformer_lens.model_bridge import TransformerBridge
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        checkpoint = model.source.checkpoint
+        config = AutoConfig.for_model(**checkpoint.config)
+        tensors = {name: checkpoint.store.read(name) for name in checkpoint.store.names()}
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        network = model_class.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
+        )
+        network.eval()
+        return TransformerBridge.boot_transformers(
+            model.name, hf_model=network, tokenizer=_placeholder_tokenizer(), dtype=torch.float32, device="cpu"
+        )
+
+
+def _placeholder_tokenizer() -> Any:
+    """A tokenizer of one word. Without any, the bridge would look for one elsewhere; prompts reach it as ids, so it is never used."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, unk_token="?")), unk_token="?")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back the progress bars and notices of the libraries while they build a model."""
+    from transformers.utils import logging as transformers_logging
+
+    had_bar = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        transformers_logging.set_verbosity(verbosity)
+        if had_bar:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,220 @@
+"""The certificate: is the split right on this very checkpoint?
+
+A wrong split has the right shapes and plausible numbers, so only numbers prove it. The model runs once on a probe (through
+transformers, which knows nothing of our split) and four identities must hold:
+
+1. sum of heads: ``sum_h z_h W_O[h] + b_O`` is the attention layer's own output, at every layer and position. Finds a W_O split
+   along the wrong axis, a missing b_O. It takes z from the run, so it does not see W_V.
+2. one token: at the first position attention can only look at itself, so the output is ``sum_h (x W_V[g(h)] + b_V) W_O[h] + b_O``.
+   Finds a wrong group map, a wrong layout of fused or grouped W_V, a value bias left out or added twice.
+3. query-key pattern: the softmax of our own ``x W_Q (x W_K)^T`` is the model's attention pattern. Finds wrong Q or K layouts and
+   permuted rotary rows, which leave OV right.
+4. ledger: the direct-logit account of the two likeliest next tokens sums to the model's own logit difference. Finds a wrong final
+   norm, unembedding or embedding.
+
+And, from the weights alone: low-rank spectra against the dense matrices of sampled heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ov_circuits.linalg.rotary import rotate
+from ov_circuits.model import Layer, Model
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ov_circuits.trace.trace import Trace
+
+# Relative to the size of what is compared: float32 runs differ by a few 1e-7 a layer.
+_OUTPUT_LIMIT = 1e-5
+_PATTERN_LIMIT = 1e-4
+_LEDGER_LIMIT = 1e-4
+_SPECTRUM_LIMIT = 1e-6
+
+_PROBE_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Check:
+    """One identity.
+
+    Attributes:
+        name: what was checked.
+        passed: whether it holds; None when it could not be checked.
+        value: the largest relative error found.
+        limit: what it must stay below.
+        detail: where the largest error is, or why nothing could be checked.
+    """
+
+    name: str
+    passed: bool | None
+    value: float | None
+    limit: float | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """All checks of one checkpoint."""
+
+    model: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed. Checks that could not be made are listed, not counted as passed."""
+        return all(check.passed is not False for check in self.checks)
+
+    @property
+    def summary(self) -> str:
+        """``4 of 5 checks passed, 1 not possible``."""
+        made = [check for check in self.checks if check.passed is not None]
+        text = f"{sum(bool(check.passed) for check in made)} of {len(self.checks)} checks passed"
+        skipped = len(self.checks) - len(made)
+        return text + (f", {skipped} not possible" if skipped else "")
+
+    def frame(self) -> pd.DataFrame:
+        """Columns ``name``, ``passed``, ``value``, ``limit``, ``detail``."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(check) for check in self.checks])
+
+
+def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certificate:
+    """Check the split on this checkpoint.
+
+    Args:
+        model: any view; the identities are about the raw weights.
+        prompt: what to run; by default BOS (where there is one) and seeded random tokens.
+
+    Raises:
+        CircuitsError: the prompt cannot be run.
+    """
+    raw = model.in_view("raw")
+    checks = [_check_spectra(model)]
+    if not raw.can_run:
+        missing = raw.source.contents.missing
+        why = f"no forward pass possible: the checkpoint lacks {missing[0]}" + (
+            f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        )
+        names = ("sum of heads", "one token", "query-key pattern", "ledger")
+        checks += [Check(name, None, None, None, why) for name in names]
+        return Certificate(model.name, tuple(checks))
+    trace = raw.trace(_probe(raw) if prompt is None else prompt)
+    checks += [_check_sum(trace), _check_one_token(trace), _check_pattern(trace), _check_ledger(trace)]
+    return Certificate(model.name, tuple(checks))
+
+
+def _probe(model: Model) -> list[int]:
+    a = model.architecture
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(a.n_vocab, (min(_PROBE_LENGTH, a.n_ctx),), generator=generator).tolist()
+    bos = model.source.checkpoint.config.get("bos_token_id")
+    return [bos, *tokens[1:]] if isinstance(bos, int) else tokens
+
+
+def _check_sum(trace: Trace) -> Check:
+    def error(index: int, layer: Layer) -> Tensor:
+        record = trace.record.layers[index]
+        total = torch.einsum("htd,hdm->tm", record.z.double(), layer.W_O.double())
+        return _relative(_with_bias(total, layer.b_O), record.attention_output)
+
+    return _worst("sum of heads", trace, error, _OUTPUT_LIMIT)
+
+
+def _check_one_token(trace: Trace) -> Check:
+    def error(index: int, layer: Layer) -> Tensor:
+        record = trace.record.layers[index]
+        v = torch.einsum("m,kmd->kd", record.attention_input[0].double(), layer.W_V.double())
+        v = layer.per_query_head(_with_bias(v, layer.b_V))
+        total = torch.einsum("hd,hdm->m", v, layer.W_O.double())
+        return _relative(_with_bias(total, layer.b_O), record.attention_output[0])
+
+    return _worst("one token", trace, error, _OUTPUT_LIMIT)
+
+
+def _check_pattern(trace: Trace) -> Check:
+    config = trace.model.source.checkpoint.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        return Check("query-key pattern", None, None, None, f"rotary positions of kind {kind!r} are not recomputed here")
+    positions = torch.arange(len(trace))
+    theta = trace.model.architecture.rope_theta
+
+    def error(index: int, layer: Layer) -> Tensor:
+        record = trace.record.layers[index]
+        x = record.attention_input.double()
+        q = _with_bias(torch.einsum("tm,hmd->thd", x, layer.W_Q.double()), layer.b_Q).transpose(0, 1)
+        k = _with_bias(torch.einsum("tm,kmd->tkd", x, layer.W_K.double()), layer.b_K).transpose(0, 1)
+        if theta is not None:
+            q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+        scores = q @ layer.per_query_head(k).mT * layer.score_scale
+        future = positions.unsqueeze(0) > positions.unsqueeze(1)
+        pattern = scores.masked_fill(future, -math.inf).softmax(-1)
+        return (pattern - record.pattern).abs().amax()
+
+    return _worst("query-key pattern", trace, error, _PATTERN_LIMIT)
+
+
+def _check_ledger(trace: Trace) -> Check:
+    top = trace.logits[-1].topk(min(2, trace.logits.shape[-1])).indices.tolist()
+    frame = trace.ledger(*top)
+    scale = max(float(trace.logits[-1].abs().max()), 1e-12)
+    value = abs(frame.attrs["residual"]) / scale
+    detail = f"{frame.attrs['quantity']}: {frame.attrs['logit']:.6g}, account {frame.attrs['total']:.6g}"
+    return Check("ledger", value <= _LEDGER_LIMIT, value, _LEDGER_LIMIT, detail)
+
+
+def _check_spectra(model: Model) -> Check:
+    """Norm, trace and singular values of one head in each of the first, middle and last layer, against the dense matrix."""
+    value, where = 0.0, ""
+    for layer in sorted({0, model.n_layers // 2, model.n_layers - 1}):
+        head = model.head(layer, (layer * 7 + 1) % model.n_heads)
+        ov = head.ov
+        dense = ov.left.double() @ ov.right.double()
+        expected = torch.linalg.svdvals(dense)[: len(ov.singular_values)]
+        norm = float(expected.square().sum().sqrt()) or 1.0
+        errors = (
+            float((ov.singular_values - expected).abs().max()),
+            abs(float(ov.frobenius_norm - torch.linalg.matrix_norm(dense))),
+            abs(float(ov.trace - dense.trace())),
+        )
+        worst = max(errors) / norm
+        if not worst <= value:  # also when worst is NaN
+            value, where = worst, head.label
+    return Check(
+        "low-rank against dense",
+        value <= _SPECTRUM_LIMIT,
+        value,
+        _SPECTRUM_LIMIT,
+        f"singular values, norm and trace of W_V W_O; largest error at head {where}" if where else "exact",
+    )
+
+
+def _worst(name: str, trace: Trace, error: Callable[[int, Layer], Tensor], limit: float) -> Check:
+    """The largest error over layers; NaN counts as the largest."""
+    errors = torch.stack([error(index, trace.model.layer(index)) for index in range(trace.model.n_layers)])
+    layer = int(torch.nan_to_num(errors, nan=math.inf).argmax())
+    value = float(errors[layer])
+    return Check(
+        name, value <= limit, value, limit, f"{len(errors)} layers, {len(trace)} positions; largest error at layer {layer}"
+    )
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The largest distance between rows, relative to the row's norm."""
+    theirs = theirs.double()
+    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-30)).amax()
