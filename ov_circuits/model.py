@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ov_circuits.checkpoint.families import (
@@ -82,6 +82,25 @@ class Layer:
         """[n_kv_heads, ...] -> [n_heads, ...]: each query head gets its group's key/value head (repeat_interleave, not tile)."""
         group = self.W_Q.shape[0] // tensor.shape[0]
         return tensor if group == 1 else repeat(tensor, "kv ... -> (kv group) ...", group=group)
+
+    @cached_property
+    def finite_heads(self) -> Bool[Tensor, " head"]:
+        """Which query heads have no NaN or infinity in W_Q, W_K, W_V, W_O or their biases."""
+        found = torch.ones(self.W_O.shape[0], dtype=torch.bool)
+        for tensor in (self.W_Q, self.W_K, self.W_V, self.W_O, self.b_Q, self.b_K, self.b_V):
+            if tensor is not None:
+                found &= self.per_query_head(tensor.isfinite().flatten(1).all(1))
+        return found
+
+    @cached_property
+    def finite_part(self) -> Layer:
+        """The layer with all that is not finite set to zero, so that decompositions do not fail for the other heads."""
+        if bool(self.finite_heads.all()):
+            return self
+        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
+        tensors = {name: getattr(self, name) for name in names}
+        zeroed = {n: t.nan_to_num(0.0, 0.0, 0.0) for n, t in tensors.items() if t is not None}
+        return replace(self, **zeroed)
 
     @cached_property
     def ov(self) -> LowRank:
@@ -437,7 +456,18 @@ class Source:
     @cached_property
     def unembedding(self) -> Tensor:
         """W_U [d_model, n_vocab] as stored; with tied weights, the embedding transposed."""
-        return self.embedding.mT if self.architecture.tied else self._need(f"{self.family.unembed}.weight").mT
+        return self.embedding.mT if self.tied else self._need(f"{self.family.unembed}.weight").mT
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the unembedding is the embedding. Where a file ties by config but holds another one, that one counts.
+
+        transformers 5 does the same: it ties only what is missing or equal.
+        """
+        name = f"{self.family.unembed}.weight"
+        if not self.architecture.tied or name not in self.store:
+            return self.architecture.tied
+        return torch.equal(self.store.read(name), self.embedding)
 
     @cached_property
     def position_embedding(self) -> Tensor | None:
@@ -462,7 +492,7 @@ class Source:
     def raw_grams(self) -> Grams:
         """The three Gram matrices of the stored embedding and unembedding; one product when they are tied."""
         read = gram(self.embedding)
-        if self.architecture.tied:
+        if self.tied:
             return Grams(read, read, read)
         U = self.unembedding.mT
         return Grams(read, gram(U), gram(U, self.embedding))

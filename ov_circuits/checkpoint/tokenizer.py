@@ -67,27 +67,41 @@ class Tokenizer:
         return self._to_bytes(piece).decode("utf-8", errors="ov_circuits_visible")
 
     def single(self, word: str | int) -> int:
-        """The id of a word that is one token; ids pass through.
+        """The id of the token whose text is exactly ``word``; ids pass through.
 
         A leading space is part of the word: ``" Paris"`` and ``"Paris"`` are different tokens.
 
         Raises:
-            CircuitsError: the word is several tokens, or none; the message names them and the other spelling.
+            CircuitsError: there is no such token; the message names the pieces, and the other spelling if that is a token.
         """
         if isinstance(word, int):
             if not 0 <= word < self.size:
                 raise CircuitsError(f"token id {word} is outside the vocabulary of {self.size:,}")
             return word
-        ids = self.encode(word)
-        if len(ids) == 1:
-            return ids[0]
+        if word in self._by_text:
+            return self._by_text[word]
         other = word[1:] if word.startswith(" ") else f" {word}"
-        other_ids = self.encode(other) if other.strip() else []
-        hint = f"; {other!r} is one token" if len(other_ids) == 1 else ""
-        if not ids:
+        hint = f"; {other!r} is one token" if other in self._by_text else ""
+        pieces = [self.text(token) for token in self.encode(word)]
+        if not pieces:
             raise CircuitsError(f"{word!r} is no token at all{hint}")
-        parts = ", ".join(repr(self.text(i)) for i in ids)
-        raise CircuitsError(f"{word!r} is {len(ids)} tokens ({parts}), and an account explains the logit of one{hint}")
+        parts = ", ".join(map(repr, pieces))
+        raise CircuitsError(f"{word!r} is not one token but {len(pieces)} ({parts}){hint}")
+
+    @cached_property
+    def _by_text(self) -> dict[str, int]:
+        """Token texts to ids. Where several tokens show as one text, the one that encoding the text yields, else the first."""
+        found: dict[str, int] = {}
+        doubled = set()
+        for token in range(self.size):
+            text = self.text(token)
+            if found.setdefault(text, token) != token:
+                doubled.add(text)
+        for text in doubled:
+            ids = self.encode(text)
+            if len(ids) == 1 and self.text(ids[0]) == text:
+                found[text] = ids[0]
+        return found
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
-from ov_circuits.linalg.lowrank import LowRank
+from ov_circuits.linalg.lowrank import LowRank, Sandwich
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
@@ -23,17 +23,17 @@ from ov_circuits.scores.directions import directions, token_list
 
 
 class LayerCircuits:
-    """One layer's circuits, each built once for all scores that ask for it."""
+    """One layer's circuits, each built once for all scores that ask for it. Heads that are not finite stand as zeros."""
 
     def __init__(self, model: Model, layer: int) -> None:
         self.model = model
-        self.weights: Layer = model.layer(layer)
+        self.weights: Layer = model.layer(layer).finite_part
         self.ov: LowRank = self.weights.ov
         self.qk: LowRank = self.weights.qk
 
     @cached_property
     def full_ov(self) -> LowRank:
-        return self.model.full_ov(self.weights.index)
+        return Sandwich(self.model.W_E, self.ov, self.model.W_U, self.model.grams)
 
     @property
     def value_bias(self) -> Tensor:
@@ -206,23 +206,26 @@ def scoreboard(model: Model, scores: Sequence[str] | None = None, tokens: int = 
     Returns:
         One row a head in layer-major order: ``head``, ``layer``, ``index``, ``kv_head``, the scores, and, where there are
         embeddings, ``reads_plus``, ``writes_plus``, ``reads_minus``, ``writes_minus`` (lists of token texts: what excites
-        either end of the leading singular direction of W_V W_O, and what is then written). ``attrs`` says model, view and
-        what was left out and why.
+        either end of the leading singular direction of W_V W_O, and what is then written). ``attrs`` says model, view,
+        each score's source, which scores were ``left_out`` for want of embeddings, and which heads are ``not_finite``: their
+        weights hold NaN or infinity, so their scores are NaN.
 
     Raises:
         CircuitsError: an unknown score, or one that needs embeddings the checkpoint does not hold.
     """
     chosen = _chosen(model, scores)
     with_tokens = tokens > 0 and model.has_embeddings
-    parts = [
-        _layer_frame(model, index, chosen, tokens if with_tokens else 0)
-        for index in track(range(model.n_layers), "Scoring heads")
-    ]
+    parts, not_finite = [], []
+    for index in track(range(model.n_layers), "Scoring heads"):
+        parts.append(_layer_frame(model, index, chosen, tokens if with_tokens else 0))
+        finite = model.layer(index).finite_heads.tolist()
+        not_finite += [f"{index}.{head}" for head, ok in enumerate(finite) if not ok]
     frame = pd.concat(parts, ignore_index=True)
     frame.attrs = {
         "model": model.name,
         "view": model.view,
         "sources": {score.key: score.source for score in chosen},
+        "not_finite": not_finite,
         "left_out": [] if model.has_embeddings else [s.key for s in SCORES.values() if s.needs_embeddings],
     }
     return frame
@@ -237,12 +240,13 @@ def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int)
         "index": range(a.n_heads),
         "kv_head": [index // a.group_size for index in range(a.n_heads)],
     }
-    columns |= {score.key: score.compute(circuits).double().numpy() for score in chosen}
+    finite = model.layer(layer).finite_heads
+    columns |= {score.key: score.compute(circuits).double().where(finite, torch.nan).numpy() for score in chosen}
     if tokens:
         found = directions(model, layer, k=1, tokens=tokens)
         ends = (found.reads.plus, found.writes.plus, found.reads.minus, found.writes.minus)
         for name, ids in zip(TOKEN_COLUMNS, ends, strict=True):
-            columns[name] = [token_list(model, head_ids) for head_ids in ids[:, 0].tolist()]
+            columns[name] = [token_list(model, row) if ok else [] for row, ok in zip(ids[:, 0].tolist(), finite, strict=True)]
     return pd.DataFrame(columns)
 
 

@@ -39,8 +39,8 @@ class Directions:
     """The leading singular directions of the heads of one layer, with tokens at both ends.
 
     Attributes:
-        values: singular values of W_V W_O, [n_heads, k].
-        energy: share of ||W_V W_O||_F^2 in each pair, [n_heads, k].
+        values: singular values of W_V W_O, [n_heads, k]; NaN for a head whose weights are not finite.
+        energy: share of ||W_V W_O||_F^2 in each pair, [n_heads, k]; NaN for a head that is zero or not finite.
         separable: whether a pair stands apart from its neighbours, [n_heads, k].
         reads: tokens by W_E @ u; writes: tokens by v @ W_U; each [n_heads, k, n].
     """
@@ -63,7 +63,8 @@ def directions(model: Model, layer: int, k: int = 6, tokens: int = 8) -> Directi
     """
     if not model.has_embeddings:
         raise CircuitsError(f"{model.name} holds no embeddings: singular directions cannot be read through a vocabulary")
-    ov = model.layer(layer).ov
+    finite = model.layer(layer).finite_heads.unsqueeze(-1)
+    ov = model.layer(layer).finite_part.ov
     pairs = ov.singular_pairs(k)
     S = pairs.S
     read = _project(model.W_E, pairs.U.float())
@@ -71,7 +72,7 @@ def directions(model: Model, layer: int, k: int = 6, tokens: int = 8) -> Directi
     flipped = read.amax(0) < -read.amin(0)
     sign = torch.where(flipped, -1.0, 1.0)
     return Directions(
-        values=S,
+        values=S.where(finite, torch.nan),
         energy=S.square() / ov.frobenius_norm.square().unsqueeze(-1),
         separable=separable(ov.singular_values)[..., : S.shape[-1]],
         reads=_ends(read * sign, tokens),
@@ -114,7 +115,7 @@ def writes(head: Head, token: str | int, k: int = 10) -> pd.DataFrame:
         CircuitsError: no such token, or no embeddings.
     """
     model = head.model
-    index = model.tokenizer.single(token) if isinstance(token, str) else _checked(model, token)
+    index = token_id(model, token)
     row = (model.W_E[index] @ head.ov) @ model.W_U
     return _ends_frame(model, row, k, ("raised", "lowered"), source=index)
 
@@ -138,6 +139,19 @@ def reads(head: Head, k: int = 10, direction: int = 0) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["end", "side", "id", "token", "value"])
 
 
+def token_id(model: Model, word: str | int) -> int:
+    """The id of a one-token word (a leading space is part of it), or a checked id.
+
+    Raises:
+        CircuitsError: a word that is not one token, text without a tokenizer, or an id outside the vocabulary.
+    """
+    if isinstance(word, str):
+        return model.tokenizer.single(word)
+    if not 0 <= word < model.architecture.n_vocab:
+        raise CircuitsError(f"token id {word} is outside the vocabulary of {model.name} (0 to {model.architecture.n_vocab - 1})")
+    return word
+
+
 def token_text(model: Model, token: int) -> str:
     """A token's text, or its id where the checkpoint has no tokenizer."""
     return model.tokenizer.text(token) if model.has_tokenizer else f"⟨id {token}⟩"
@@ -146,12 +160,6 @@ def token_text(model: Model, token: int) -> str:
 def token_list(model: Model, ids: Sequence[int]) -> list[str]:
     """Texts of several tokens."""
     return [token_text(model, token) for token in ids]
-
-
-def _checked(model: Model, token: int) -> int:
-    if not 0 <= token < model.architecture.n_vocab:
-        raise CircuitsError(f"token id {token} is outside the vocabulary of {model.architecture.n_vocab:,}")
-    return token
 
 
 def _ends_frame(model: Model, row: Tensor, k: int, names: tuple[str, str], source: int) -> pd.DataFrame:

@@ -120,6 +120,11 @@ def check_tokens(model: Model, tokens: Sequence[int]) -> None:
             f"{model.name} cannot run a prompt: its checkpoint lacks {missing[0]} and {len(missing) - 1} more tensors. "
             "Weight-only commands (heads, head, split, report without --prompt) work"
         )
+    if not a.scale_scores:
+        raise CircuitsError(
+            f"{model.name} has scale_attn_weights = false, which TransformerLens ignores when it runs a model: the trace would "
+            "be another model's. Weight-only commands are right for it"
+        )
     if len(tokens) == 0:
         raise CircuitsError("the prompt is empty: give it at least one token")
     if len(tokens) > a.n_ctx:

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
-from ov_circuits.model import Model
-from ov_circuits.scores.directions import token_text
+from ov_circuits.scores.directions import token_id, token_text
 from ov_circuits.trace.trace import unbiased_values, value_bias_writes
 
 if TYPE_CHECKING:
@@ -89,19 +88,6 @@ def ledger(trace: Trace, answer: str | int, against: str | int | None = None, po
         "against": against_id,
     }
     return frame
-
-
-def token_id(model: Model, word: str | int) -> int:
-    """The id of a one-token word, or a checked id.
-
-    Raises:
-        CircuitsError: a word of several tokens, or an id outside the vocabulary.
-    """
-    if isinstance(word, str):
-        return model.tokenizer.single(word)
-    if not 0 <= word < model.architecture.n_vocab:
-        raise CircuitsError(f"token id {word} is outside the vocabulary of {model.architecture.n_vocab:,}")
-    return word
 
 
 def _reading(trace: Trace, answer: int, against: int | None, position: int) -> Reading:

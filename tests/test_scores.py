@@ -1,0 +1,199 @@
+"""Every score of the board against dense float64 straight from its definition, and directions against a dense SVD."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+
+import ov_circuits as ov
+from ov_circuits import CircuitsError
+from ov_circuits.scores import spectra
+from ov_circuits.scores.board import SCORES
+from ov_circuits.scores.directions import directions, separable
+
+
+def dense_scores(model, head):
+    """Each score from dense float64 matrices, with none of the package's algebra."""
+    W_V, W_O = head.W_V.double(), head.W_O.double()
+    ov_matrix = W_V @ W_O
+    scale = model.architecture.d_head**-0.5 if model.architecture.scale_scores else 1.0
+    scale = scale / (head.layer + 1) if model.architecture.scale_by_layer else scale
+    qk = head.W_Q.double() @ head.W_K.double().T * scale
+    s, s_qk = torch.linalg.svdvals(ov_matrix), torch.linalg.svdvals(qk)
+    share = s / s.sum()
+    values = {
+        "eigen_copying_ov": copying(ov_matrix),
+        "ov_frobenius_norm": ov_matrix.square().sum().sqrt(),
+        "ov_spectral_norm": s[0],
+        "ov_stable_rank": s.square().sum() / s[0] ** 2,
+        "ov_participation_ratio": s.square().sum() ** 2 / s.pow(4).sum(),
+        "ov_entropy_rank": math.exp(-sum(float(p) * math.log(float(p)) for p in share if p > 0)),
+        "qk_frobenius_norm": qk.square().sum().sqrt(),
+        "qk_stable_rank": s_qk.square().sum() / s_qk[0] ** 2,
+        "value_bias_norm": 0.0 if head.b_V is None else (head.b_V.double() @ W_O).norm(),
+    }
+    if model.has_embeddings:
+        full = model.W_E.double() @ ov_matrix @ model.W_U.double()
+        s_full = torch.linalg.svdvals(full)
+        values |= {
+            "eigen_copying_full": copying(full),
+            "full_ov_frobenius_norm": full.square().sum().sqrt(),
+            "full_ov_spectral_norm": s_full[0],
+            "full_ov_stable_rank": s_full.square().sum() / s_full[0] ** 2,
+        }
+    return {key: float(value) for key, value in values.items()}
+
+
+def copying(matrix):
+    eigenvalues = torch.linalg.eigvals(matrix)
+    return eigenvalues.real.sum() / eigenvalues.abs().sum()
+
+
+def views(model):
+    return ("raw", "folded", "centred") if model.architecture.norm == "LayerNorm" else ("raw", "folded")
+
+
+def test_every_score_is_the_dense_float64_one_in_every_view(any_folder):
+    for view in views(ov.load(any_folder)):
+        model = ov.load(any_folder, view=view)
+        board = ov.scoreboard(model, tokens=0).set_index("head")
+        heads = list(model.heads())
+        for head in heads if len(heads) <= 40 else heads[:: len(heads) // 6]:
+            for key, expected in dense_scores(model, head).items():
+                # The dense matrices' own zero eigenvalues are noise of about 1e-16 n each: it bounds what the oracle can say.
+                tolerance = 1e-5 if "copying" in key else 1e-6
+                assert board.loc[head.label, key] == pytest.approx(expected, rel=tolerance, abs=tolerance), (view, key)
+
+
+def test_the_board_has_one_row_a_head_in_order_and_says_its_view(any_folder):
+    model = ov.load(any_folder)
+    board = ov.scoreboard(model, tokens=0)
+    assert list(board["head"]) == model.head_labels
+    group = model.n_heads // model.architecture.n_kv_heads
+    assert list(board["kv_head"]) == [head.index // group for head in model.heads()]
+    assert board.attrs["view"] == model.view
+    expected = [key for key, score in SCORES.items() if model.has_embeddings or not score.needs_embeddings]
+    assert [column for column in board.columns if column in SCORES] == expected
+    assert board.attrs["left_out"] == [key for key in SCORES if key not in expected]
+    assert set(board.attrs["sources"]) == set(expected)
+
+
+def test_scores_stay_within_their_stated_range(any_folder):
+    board = ov.scoreboard(ov.load(any_folder), tokens=0)
+    for key, score in SCORES.items():
+        if score.range is not None and key in board:
+            assert board[key].between(*score.range).all(), key
+
+
+def test_known_heads_of_real_models_score_as_known(tiny_gpt2_char, gpt_nano_sort):
+    """../shared/models: induction heads 1.0 to 1.3 copy at +.98; heads 0.0, 0.1, 0.2 of the sorter above .98."""
+    char = ov.scoreboard(ov.load(tiny_gpt2_char), ["eigen_copying_full"]).set_index("head")["eigen_copying_full"]
+    assert char["1.0":"1.3"].between(0.97, 0.99).all() and char["0.0":"0.3"].lt(0.9).all()
+    sort = ov.scoreboard(ov.load(gpt_nano_sort), ["eigen_copying_full"]).set_index("head")["eigen_copying_full"]
+    assert sort["0.0":"0.2"].gt(0.98).all()
+
+
+def test_scores_can_be_chosen_and_unknown_ones_name_the_nearest(tiny_gpt2_char, gpt2_small_attention):
+    board = ov.scoreboard(ov.load(tiny_gpt2_char), ["ov_stable_rank"], tokens=0)
+    assert list(board.columns) == ["head", "layer", "index", "kv_head", "ov_stable_rank"]
+    with pytest.raises(CircuitsError, match="did you mean 'ov_stable_rank'"):
+        ov.scoreboard(ov.load(tiny_gpt2_char), ["ov_stabel_rank"])
+    with pytest.raises(CircuitsError, match="needs embeddings"):
+        ov.scoreboard(ov.load(gpt2_small_attention), ["eigen_copying_full"])
+
+
+def test_a_zero_head_has_rank_zero_and_no_copying_score():
+    zero = torch.zeros(3, 5, dtype=torch.float64)
+    for rank in (spectra.stable_rank, spectra.participation_ratio, spectra.entropy_rank):
+        assert torch.equal(rank(zero), torch.zeros(3, dtype=torch.float64))
+    assert spectra.eigenvalue_copying(zero.to(torch.complex128)).isnan().all()
+
+
+def test_singular_values_are_not_eigenvalues(tiny_gpt2_char):
+    """The trap: read as eigenvalues, singular values are all positive and every head copies."""
+    head = ov.load(tiny_gpt2_char).head("0.0")
+    fake = head.ov.singular_values.sum() / head.ov.singular_values.abs().sum()
+    assert fake == 1.0 and abs(float(spectra.eigenvalue_copying(head.ov.eigenvalues))) < 0.9
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_head_that_is_not_finite_has_no_scores_and_the_rest_stands(models_dir, tmp_path, value):
+    """One number of W_V of key/value head 1 in layer 2: query heads 2 and 3 read through it."""
+    from safetensors.torch import load_file, save_file
+
+    for file in (models_dir / "stories260k").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.2.self_attn.v_proj.weight"][9, 3] = value
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    board = ov.scoreboard(ov.load(tmp_path)).set_index("head")
+    right = ov.scoreboard(ov.load(models_dir / "stories260k")).set_index("head")
+    assert board.attrs["not_finite"] == ["2.2", "2.3"]
+    scores = [column for column in board if column in SCORES]
+    assert board.loc[["2.2", "2.3"], scores].isna().all(axis=None)
+    assert board.loc["2.2", "reads_plus"] == []
+    pd.testing.assert_frame_equal(board.drop(["2.2", "2.3"]), right.drop(["2.2", "2.3"]))
+
+
+# -- directions ---------------------------------------------------------------------------------------------------------
+
+
+def test_directions_are_those_of_a_dense_svd_read_through_the_vocabulary_at_both_ends(running_folder):
+    model = ov.load(running_folder)
+    n = min(4, model.architecture.n_vocab)
+    for layer in range(model.n_layers):
+        found = directions(model, layer, k=2, tokens=n)
+        for index in range(model.n_heads):
+            head = model.head(layer, index)
+            U, S, Vh = torch.linalg.svd(head.W_V.double() @ head.W_O.double())
+            for k in range(2):
+                assert float(found.values[index, k]) == pytest.approx(float(S[k]), rel=1e-6)
+                assert float(found.energy[index, k]) == pytest.approx(float(S[k] ** 2 / S.square().sum()), rel=1e-5)
+                if not found.separable[index, k]:
+                    continue
+                read, write = model.W_E.double() @ U[:, k], Vh[k] @ model.W_U.double()
+                sign = 1.0 if read.max() >= -read.min() else -1.0
+                ends = [
+                    (sign * read, found.reads.plus_values, found.reads.minus_values),
+                    (sign * write, found.writes.plus_values, found.writes.minus_values),
+                ]
+                for projections, plus, minus in ends:
+                    ordered = projections.sort(descending=True).values
+                    size = float(projections.abs().max())
+                    assert (plus[index, k] - ordered[:n]).abs().max() <= 1e-4 * size
+                    assert (minus[index, k] - ordered.flip(0)[:n]).abs().max() <= 1e-4 * size
+
+
+def test_board_tokens_are_the_ends_of_the_leading_direction(stories260k):
+    model = ov.load(stories260k)
+    board = ov.scoreboard(model, ["ov_stable_rank"], tokens=3).set_index("head")
+    found = directions(model, 2, k=1, tokens=3)
+    text = model.tokenizer.text
+    assert board.loc["2.5", "reads_plus"] == [text(t) for t in found.reads.plus[5, 0].tolist()]
+    assert board.loc["2.5", "writes_minus"] == [text(t) for t in found.writes.minus[5, 0].tolist()]
+
+
+def test_what_a_head_writes_for_a_token_is_the_row_of_the_full_circuit(stories260k):
+    model = ov.load(stories260k)
+    head = model.head("3.6")
+    token = model.tokenizer.single(" Lily")
+    row = model.W_E[token].double() @ head.W_V.double() @ head.W_O.double() @ model.W_U.double()
+    frame = head.writes(" Lily", k=4)
+    assert list(frame.loc[frame["end"] == "raised", "id"]) == row.topk(4).indices.tolist()
+    assert list(frame.loc[frame["end"] == "lowered", "id"]) == row.topk(4, largest=False).indices.tolist()
+    assert frame["value"].iloc[0] == pytest.approx(float(row.max()), rel=1e-5)
+    pd.testing.assert_frame_equal(frame, head.writes(token, k=4))
+
+
+def test_near_equal_singular_values_are_flagged():
+    values = torch.tensor([10.0, 9.95, 5.0, 4.0, 3.98])
+    assert separable(values).tolist() == [False, False, True, False, False]
+    assert separable(torch.tensor([2.0])).tolist() == [True]
+
+
+def test_directions_without_embeddings_are_refused(gpt2_small_attention):
+    with pytest.raises(CircuitsError, match="no embeddings"):
+        directions(ov.load(gpt2_small_attention), 0)
