@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import hf_model
+from conftest import hf_model, transformer_bridge
 from test_trace import prompt_for
 
 import ov_circuits as ov
@@ -130,3 +130,18 @@ def test_faulty_answers_are_said_in_a_sentence(stories260k, answer, against, mes
 def test_a_position_outside_the_prompt_is_refused(stories260k):
     with pytest.raises(CircuitsError, match="positions 0 to 1"):
         ov.load(stories260k).trace([5, 9]).ledger(3, position=2)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2-char", "gpt-nano-sort", "stories260k"])
+def test_heads_attributions_are_those_of_transformer_lens(models_dir, accounts, name):
+    """TransformerLens in compatibility mode, with gains folded; its heads carry their value bias."""
+    model, trace, account = accounts(models_dir / name)
+    bridge = transformer_bridge(models_dir / name)
+    bridge.enable_compatibility_mode(fold_value_biases=False)
+    _, cache = bridge.run_with_cache(torch.tensor([trace.tokens]))
+    heads = cache.stack_head_results(layer=-1, pos_slice=-1)
+    theirs = cache.logit_attrs(heads, account.attrs["answer"], account.attrs["against"], pos_slice=-1).squeeze(-1)
+    ours = account[account["kind"].isin(["value_path", "value_bias"])].groupby("head", sort=False)["value"].sum()
+    assert list(ours.index) == model.head_labels
+    size = account["value"].abs().max()
+    assert (torch.tensor(ours.to_numpy()) - theirs.double()).abs().max() <= 1e-4 * size

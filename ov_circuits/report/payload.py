@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import ov_circuits
@@ -198,8 +199,8 @@ def _direction_rows(found: Directions, head: int, texts: _Texts) -> list[dict[st
     ]
 
 
-def _end_rows(ends: Ends, head: int, k: int, texts: _Texts) -> dict[str, list[list[float]]]:
-    def rows(ids: Tensor, values: Tensor) -> list[list[float]]:
+def _end_rows(ends: Ends, head: int, k: int, texts: _Texts) -> dict[str, list[list[int | float]]]:
+    def rows(ids: Tensor, values: Tensor) -> list[list[int | float]]:
         pairs = zip(ids[head, k].tolist(), values[head, k].tolist(), strict=True)
         return [[texts.index(token), _rounded(value)] for token, value in pairs]
 
@@ -240,7 +241,7 @@ def _prompt(trace: Trace, answer: str | int | None, against: str | int | None, p
     }
 
 
-def _padded(by_source: pd.DataFrame, n: int) -> np.ndarray[Any, Any]:
+def _padded(by_source: pd.DataFrame, n: int) -> NDArray[np.float32]:
     """Attribution by source, with zeros for the sources after the explained position."""
     return by_source.reindex(columns=range(n), fill_value=0.0).to_numpy(dtype=np.float32)
 
@@ -283,7 +284,7 @@ def _complex(values: Tensor) -> list[list[float | None]]:
     return [[_number(value.real), _number(value.imag)] for value in values.tolist()]
 
 
-def _array(values: Tensor | np.ndarray[Any, Any], dtype: str) -> dict[str, Any]:
+def _array(values: Tensor | NDArray[np.float32], dtype: str) -> dict[str, Any]:
     """A tensor as base64: ``u2`` is a fraction of the largest value in 65,535 steps, ``f2`` is scaled to keep half precision."""
     data = np.asarray(values)
     largest = float(np.abs(data).max(initial=0.0)) or 1.0

@@ -1,0 +1,421 @@
+"""The page in a real browser: what a reader does, what a hostile vocabulary tries, and what the file may cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NASTY_TOKENS, make_payload
+
+from ov_circuits.report.dashboard import Dashboard
+
+HEADS = 24  # of the small page: 4 layers x 6 heads
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Pages by the arguments of `make_payload`, each written once."""
+    folder, made = tmp_path_factory.mktemp("pages"), {}
+
+    def page_of(**arguments: Any) -> Path:
+        key = repr(sorted(arguments.items()))
+        if key not in made:
+            made[key] = folder / f"{len(made)}.html"
+            made[key].write_text(Dashboard(make_payload(**arguments)).html, "utf-8", newline="")
+        return made[key]
+
+    return page_of
+
+
+class Tab:
+    """One open page, and everything it complained about or asked the network for."""
+
+    def __init__(self, browser: Any, *, width: int = 1400, scheme: str = "light", scripts: bool = True) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=scripts)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(15_000)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}") if message.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: None if request.url.startswith(("data:", "blob:", "file:")) else self.requests.append(request.url))
+
+    def open(self, path: Path, address: str = "") -> Any:
+        self.page.goto(path.as_uri() + address)
+        self.page.wait_for_selector("html[data-ready]")
+        return self.page
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
+    opened: list[Tab] = []
+
+    def new(**arguments: Any) -> Tab:
+        opened.append(Tab(browser, **arguments))
+        return opened[-1]
+
+    yield new
+    for one in opened:
+        one.context.close()
+    for one in opened:
+        assert one.complaints == []
+        assert one.requests == []
+
+
+def shown_heads(page: Any) -> int:
+    return page.locator(".map-panel .cell:not(.dim)").count()
+
+
+def test_atlas_has_every_head_and_its_charts(tab, pages):
+    page = tab().open(pages())
+    assert page.locator(".map-panel .cell").count() == HEADS
+    page.wait_for_selector(".scatter-panel .chart.drawn")
+    assert page.locator(".scatter-panel .point").count() == HEADS
+    assert page.locator(".modebar, .modebar-btn").count() == 0
+    page.select_option("#score", "frobenius_norm")
+    assert "Frobenius norm" in page.locator(".map-panel .cell").first.get_attribute("aria-label")
+    assert "Frobenius norm of OV: what it is" in page.inner_text(".score-note")
+
+
+def test_hover_and_focus_tell_values(tab, pages):
+    page = tab().open(pages())
+    page.hover(".map-panel .cell >> nth=8")
+    tip = page.inner_text(".tooltip")
+    assert "Head 1.2" in tip and "Eigenvalue copying, residual space" in tip and f"of {HEADS}" in tip
+    page.mouse.move(1, 1)
+    assert page.locator(".tooltip").is_hidden()
+
+
+def test_keyboard_moves_opens_and_leaves(tab, pages):
+    page = tab().open(pages())
+    page.focus(".map-panel .cell >> nth=0")
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Head 1.2")
+    assert page.locator(".map-panel .cell[tabindex='0']").count() == 1
+    page.keyboard.press("Enter")
+    assert page.inner_text("h2") == "Head 1.2" and page.url.endswith("#1.2")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".atlas")
+
+
+def test_click_deep_link_and_back(tab, pages):
+    page = tab().open(pages())
+    page.click(".map-panel .cell >> nth=8")
+    page.wait_for_selector(".directions")
+    assert page.url.endswith("#1.2")
+    page.click("a[rel=next]")
+    assert page.inner_text("h2") == "Head 1.3"
+    page.go_back()
+    page.wait_for_function("() => document.querySelector('h2').textContent === 'Head 1.2'")
+    page.go_back()
+    page.wait_for_selector(".atlas")
+
+    page = tab().open(pages(), "#3.5")
+    assert page.inner_text("h2") == "Head 3.5"
+    assert page.title().startswith("Head 3.5")
+    page = tab().open(pages(), "#99.1")
+    assert "no head" in page.inner_text("[role=alert]")
+
+
+FILTERS = [
+    ("layer >= 2", lambda v, layer, head: layer >= 2),
+    ("eigen_copying_ov > 0.1 and layer > 0", lambda v, layer, head: v > 0.1 and layer > 0),
+    ("not (head < 2 or head == 5)", lambda v, layer, head: not (head < 2 or head == 5)),
+    ("-0.3 < eigen_copying_ov <= .3", lambda v, layer, head: -0.3 < v <= 0.3),
+    ("abs(eigen_copying_ov) ≥ 0.3 && head != 0", lambda v, layer, head: abs(v) >= 0.3 and head != 0),
+    ("layer > 1 or head = 0 and layer < 1", lambda v, layer, head: layer > 1 or (head == 0 and layer < 1)),
+]
+
+WRONG_FILTERS = [
+    ("copyng > 1", "no score “copyng”"),
+    ("copying > 0.8", "could be"),
+    ("layer >", "missing before the end"),
+    ("(layer > 1", "not closed"),
+    ("layer > 1 layer", "join parts with and, or"),
+    ("layer", "write a comparison"),
+    ("layer > 1; alert(1)", "not part of a filter"),
+    ("layer > (head > 1)", "both sides"),
+    ("constructor > 0", "no score “constructor”"),
+]
+
+
+def test_filter(tab, pages):
+    page = tab().open(pages())
+    values = make_payload()["values"]["eigen_copying_ov"]
+    for text, expected in FILTERS:
+        wanted = sum(expected(v, i // 6, i % 6) for i, v in enumerate(values))
+        assert 0 < wanted < HEADS
+        page.fill("#filter", text)
+        assert page.inner_text("#filter-message") == ""
+        assert shown_heads(page) == wanted, text
+        assert page.locator("table.heads tbody tr").count() == wanted
+        assert f"{wanted} of {HEADS} heads" in page.inner_text(".left")
+    for text, says in WRONG_FILTERS:
+        page.fill("#filter", text)
+        assert says in page.inner_text("#filter-message"), text
+        assert page.get_attribute("#filter", "aria-invalid") == "true"
+        assert shown_heads(page) == HEADS
+    # A head that does not have the score satisfies no comparison.
+    page.fill("#filter", "composition_k_z > -1000 or composition_k_z < -1000")
+    assert shown_heads(page) == HEADS - 1
+
+
+def test_sorting(tab, pages):
+    page = tab().open(pages())
+    values = make_payload()["values"]["frobenius_norm"]
+    best = max(range(HEADS), key=values.__getitem__)
+    page.click("table.heads th button:has-text('Frobenius norm')")
+    first = page.inner_text("table.heads tbody tr >> nth=0 >> th")
+    assert first == f"{best // 6}.{best % 6}"
+    page.click("table.heads th button:has-text('Frobenius norm')")
+    assert page.inner_text("table.heads tbody tr >> nth=-1 >> th") == first
+    assert page.get_attribute("table.heads th[aria-sort]", "aria-sort") == "ascending"
+
+
+def test_token_search(tab, pages):
+    payload = make_payload()
+
+    def heads(test: Callable[[set[str], set[str]], bool]) -> set[int]:
+        words = payload["tokens"]
+        ends = [(i, *({words[t] for t, _ in d[side][end]} for side in ("reads", "writes"))) for i, card in enumerate(payload["cards"]) for d in card["directions"] for end in ("plus", "minus")]
+        return {i for i, reads, writes in ends if test(reads, writes)}
+
+    page = tab().open(pages())
+    page.fill("#search-reads", '" Paris"')
+    page.wait_for_selector(".hits")
+    assert shown_heads(page) == len(heads(lambda reads, writes: " Paris" in reads))
+    assert "·Paris" in page.inner_text(".hits")
+    page.fill("#search-writes", "mary")
+    wanted = heads(lambda reads, writes: " Paris" in reads and " Mary" in writes)
+    page.wait_for_function("n => document.querySelectorAll('.map-panel .cell:not(.dim)').length === n", arg=len(wanted))
+    page.fill("#search-reads", "no such token")
+    page.wait_for_function("() => document.querySelector('.results').textContent.includes('No direction')")
+    page.click("text=Show all >> nth=0")
+    page.wait_for_function(f"() => document.querySelectorAll('.map-panel .cell:not(.dim)').length === {HEADS}")
+
+
+def test_box_on_the_scatter_keeps_its_heads(tab, pages):
+    page = tab().open(pages())
+    page.wait_for_selector(".scatter-panel .chart.drawn")
+    box = page.locator(".scatter-panel .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + 4, box["y"] + 4)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + box["height"] - 4, steps=4)
+    page.mouse.up()
+    page.wait_for_function("() => document.querySelector('.left').textContent.includes(' of ')")
+    assert 0 < shown_heads(page) < HEADS
+
+
+def test_comparison(tab, pages):
+    page = tab().open(pages())
+    page.click(".map-panel .cell >> nth=3", modifiers=["Shift"])
+    page.check("input[aria-label='Compare head 1.2']")
+    page.click("text=Side by side")
+    page.wait_for_selector(".compare-card")
+    assert page.inner_text("h2") == "Heads 0.3, 1.2"
+    assert page.locator(".compare-card").count() == 2
+    assert page.url.endswith("#compare/0.3,1.2")
+
+
+def test_card(tab, pages):
+    page = tab().open(pages(), "#1.2")
+    page.wait_for_selector(".directions")
+    page.wait_for_function("() => document.querySelectorAll('.chart.drawn').length === 3")
+    card = make_payload()["cards"][8]
+    assert "Its strongest direction" in page.inner_text(".evidence")
+    assert page.locator(".directions .flag").count() == sum(not d["separable"] for d in card["directions"][:5])
+    page.click("text=Show all 8 directions")
+    assert page.locator(".directions tbody").count() == 8
+    assert page.locator("table.scores .here").count() >= 9
+    page.wait_for_selector(".heat canvas")
+    assert page.locator(".heat canvas").count() == 2
+
+
+def test_prompt_view_closes_the_account(tab, pages):
+    page = tab().open(pages(), "#prompt")
+    page.wait_for_selector(".account")
+    text = page.inner_text(".prompt")
+    assert "beginning-of-text token was put in front" in text
+    assert "Residual" in text and "2.1 × 10⁻⁶" in text
+    assert page.locator(".account tbody tr").count() == 7
+    page.click("text=By layer")
+    assert page.locator(".account tbody tr").count() == len(make_payload()["prompt"]["components"])
+    assert page.locator(".token-strip li:not(.break)").count() == 18
+    assert page.locator(".prompt .cell").count() == HEADS
+    # Attribution of a head is the sum over its source tokens: the map and the strip tell one story.
+    page.select_option("#prompt-head", "5")
+    page.wait_for_selector("text=All of head 0.5")
+
+
+def test_prompt_without_an_answer_shows_patterns_only(tab, pages):
+    page = tab().open(pages(prompt="patterns"), "#prompt")
+    page.wait_for_selector(".heat canvas")
+    assert page.locator(".account").count() == 0
+    assert "Attribution" not in page.inner_text("main")
+
+
+def test_checkpoint_without_embeddings_says_so(tab, pages):
+    page = tab().open(pages(prompt=False, embeddings=False), "#0.0")
+    page.wait_for_selector(".absent")
+    assert "holds no embeddings" in page.inner_text(".card-body")
+    assert page.locator("a[href='#prompt']").count() == 0
+
+
+def test_grouped_heads_are_shown_as_groups(tab, pages):
+    page = tab().open(pages(n_heads=6, n_kv_heads=2))
+    assert page.locator(".kv").count() == 2
+    page.hover(".map-panel .cell >> nth=1")
+    assert page.locator(".cell.shares").count() == 3
+    page.click(".map-panel .cell >> nth=4")
+    assert "key/value head 1, shared with 0.3, 0.5" in page.inner_text(".card-head")
+
+
+def test_hostile_vocabulary_stays_text(tab, pages):
+    page = tab().open(pages())
+    scripts = pages().read_text("utf-8").count("</script>")
+    page.wait_for_selector(".scatter-panel .chart.drawn")
+    seen = set()
+    for head in range(8):
+        page.evaluate("head => { location.hash = head }", f"{head // 6}.{head % 6}")
+        page.wait_for_function("title => document.querySelector('h2')?.textContent === title && document.querySelector('.directions')", arg=f"Head {head // 6}.{head % 6}")
+        seen |= set(page.locator(".directions .token").all_text_contents())
+    page.evaluate("location.hash = 'prompt'")
+    page.wait_for_selector(".heat canvas")
+    assert page.evaluate("window.xss") is None
+    # Plotly's own source is the one script that may join.
+    assert page.locator("script").count() == scripts + 1
+    assert page.locator("#page :is(img, textarea, script, b:not(.num):not(summary b), iframe)").count() == 0
+    for text in ("<script>window.xss=1</script>", "</textarea>", "</script>", "<b>", "&lt;", "$x$", "%{x}", "↵", "⇥", "U+0000", "xE2", "U+202E", "U+200B", "∅", "·Paris", "Paris", "👩\u200d🚀", "◌\u0301"):
+        assert text in seen, text
+    # A real middle dot and the mark of a space look alike in text, not in the document.
+    assert page.evaluate("[...document.querySelectorAll('.token')].every(t => !/[\\u0000-\\u001f\\u202a-\\u202e]/.test(t.textContent))")
+
+
+def test_file_holds_no_token_and_no_outside_address():
+    html = Dashboard(make_payload()).html
+    for token in NASTY_TOKENS:
+        if len(token) > 6 and token.strip() and token not in ("</script>", "{{ title }}"):
+            assert token not in html
+    assert "made-up &lt;model&gt;" in html and "made-up <model>" not in html
+    for outside in ("src=", "@import", "url(http", "cdn.plot.ly/plotly", "<link rel=\"stylesheet"):
+        assert outside not in html, outside
+    assert "default-src 'none'" in html
+
+
+def test_same_payload_same_bytes():
+    assert Dashboard(make_payload()).html == Dashboard(make_payload()).html
+
+
+def test_numbers_that_do_not_exist_are_null(tab, tmp_path):
+    payload = make_payload(n_layers=2, n_heads=2, prompt=False)
+    payload["values"]["stable_rank"] = [float("nan"), float("inf"), 1.0, None]
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path)
+    page.select_option("#score", "stable_rank")
+    assert page.locator(".map-panel .cell.missing").count() == 3
+
+
+def test_dark_follows_the_system_and_the_button(tab, pages):
+    page = tab(scheme="dark").open(pages())
+    paper = "getComputedStyle(document.documentElement).backgroundColor"
+    dark = page.evaluate(paper)
+    page.click("#theme")
+    light = page.evaluate(paper)
+    assert dark != light and page.evaluate("document.documentElement.dataset.theme") == "light"
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.evaluate(paper) == light
+
+
+VIEWS = {"": ".chart.drawn", "1.2": ".heat canvas", "prompt": ".heat canvas", "compare/0.3,1.2": ".compare-card"}
+
+
+def walk(page: Any) -> Iterator[str]:
+    """Every view in turn, waited for."""
+    for address, part in VIEWS.items():
+        page.evaluate("address => { location.hash = address }", address)
+        page.wait_for_selector(part)
+        yield address
+
+
+@pytest.mark.parametrize("width", [420, 2400])
+def test_nothing_overflows(tab, pages, width):
+    page = tab(width=width).open(pages())
+    for address in walk(page):
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit_mb", "limit_s"),
+    [
+        ({"n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "d_head": 64}, 12, 2),
+        ({"n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "prompt": False, "n_directions": 10}, 40, 5),
+    ],
+    ids=["270 heads", "1024 heads"],
+)
+def test_large_models_stay_small_and_quick(tab, pages, shape, limit_mb, limit_s):
+    path = pages(**shape)
+    assert path.stat().st_size <= limit_mb * 1e6
+    one = tab()
+    one.page.add_init_script(
+        "new MutationObserver((_, o) => { if (document.querySelector('.map-panel .cell')) { o.disconnect(); requestAnimationFrame(() => { window.painted = performance.now() }) } })"
+        ".observe(document, { childList: true, subtree: true })"
+    )
+    page = one.open(path)
+    assert page.locator(".map-panel .cell").count() == shape["n_layers"] * shape["n_heads"]
+    assert page.evaluate("window.painted") / 1000 <= limit_s
+    started = time.perf_counter()
+    page.click(".map-panel .cell >> nth=100")
+    page.wait_for_selector(".directions")
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_accessible(tab, pages, axe_source, scheme):
+    page = tab(scheme=scheme).open(pages(n_heads=6, n_kv_heads=2))
+    # axe is brought in by the debugger, past the page's content security policy.
+    page.evaluate(f"() => {{ {axe_source} }}")
+    for address in walk(page):
+        found = page.evaluate("async () => (await axe.run(document)).violations")
+        serious = [(v["id"], [node["html"][:160] for node in v["nodes"][:3]]) for v in found if v["impact"] in ("serious", "critical")]
+        assert serious == [], f"#{address}: {json.dumps(serious, indent=1)}"
+
+
+def test_two_pages_in_one_notebook(browser, tmp_path):
+    shown = [Dashboard(make_payload(n_layers=2, n_heads=2, seed=seed, prompt=False))._repr_html_() for seed in (1, 2)]
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8><title>n</title>{''.join(shown)}", "utf-8")
+    one = Tab(browser)
+    one.page.goto(path.as_uri())
+    first, second = one.page.frame_locator("iframe >> nth=0"), one.page.frame_locator("iframe >> nth=1")
+    first.locator(".map-panel .cell >> nth=3").click()
+    assert first.locator("h2").inner_text() == "Head 1.1"
+    first.locator(".directions").wait_for()
+    second.locator(".map-panel .cell >> nth=0").wait_for()
+    assert second.locator("h2").inner_text() == "Heads"
+    first.locator("text=← Atlas").click()
+    first.locator(".map-panel").wait_for()
+    assert one.complaints == [] and one.requests == []
+    assert one.page.url == path.as_uri()
+    one.context.close()
+
+
+def test_without_scripts_a_table_is_shown(tab, pages):
+    one = tab(scripts=False)
+    one.page.goto(pages().as_uri())
+    assert one.page.locator(".static tbody tr").count() == HEADS
+    assert one.page.locator(".static").is_visible() and one.page.locator("#page").is_hidden()
+    assert one.page.locator("noscript :is(script, textarea, b)").count() == 0
+
+
+def test_save_writes_the_whole_page(tmp_path):
+    dashboard = Dashboard(make_payload(n_layers=2, n_heads=2, prompt=False))
+    path = dashboard.save(tmp_path / "page.html")
+    assert path.read_text("utf-8") == dashboard.html
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
