@@ -132,16 +132,32 @@ def test_a_position_outside_the_prompt_is_refused(stories260k):
         ov.load(stories260k).trace([5, 9]).ledger(3, position=2)
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2-char", "gpt-nano-sort", "stories260k"])
-def test_heads_attributions_are_those_of_transformer_lens(models_dir, accounts, name):
-    """TransformerLens in compatibility mode, with gains folded; its heads carry their value bias."""
-    model, trace, account = accounts(models_dir / name)
+def with_value_bias(account):
+    """Each head's contribution with its value bias, as TransformerLens counts it."""
+    rows = account[account["kind"].isin(["value_path", "value_bias"])]
+    return torch.tensor(rows.groupby("head", sort=False)["value"].sum().to_numpy())
+
+
+# Not tiny-gpt2-char: TransformerLens 4.3's fold_ln changes that model's log-probabilities by 2.5 nats, which the test would see.
+@pytest.mark.parametrize("name", ["gpt-nano-sort", "stories260k"])
+def test_heads_attributions_are_those_of_transformer_lens_with_folded_gains(models_dir, accounts, name):
+    _, trace, account = accounts(models_dir / name)
     bridge = transformer_bridge(models_dir / name)
     bridge.enable_compatibility_mode(fold_value_biases=False)
-    _, cache = bridge.run_with_cache(torch.tensor([trace.tokens]))
+    logits, cache = bridge.run_with_cache(torch.tensor([trace.tokens]))
+    assert (logits[0].log_softmax(-1) - trace.logits.log_softmax(-1)).abs().max() < 1e-4
     heads = cache.stack_head_results(layer=-1, pos_slice=-1)
     theirs = cache.logit_attrs(heads, account.attrs["answer"], account.attrs["against"], pos_slice=-1).squeeze(-1)
-    ours = account[account["kind"].isin(["value_path", "value_bias"])].groupby("head", sort=False)["value"].sum()
-    assert list(ours.index) == model.head_labels
-    size = account["value"].abs().max()
-    assert (torch.tensor(ours.to_numpy()) - theirs.double()).abs().max() <= 1e-4 * size
+    assert (with_value_bias(account) - theirs.double()).abs().max() <= 1e-4 * account["value"].abs().max()
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2-char", "gpt-nano-sort", "stories260k"])
+def test_heads_attributions_are_transformer_lens_heads_at_its_scale_through_the_final_gain(models_dir, accounts, reference, name):
+    """Without processing, TransformerLens leaves the final gain out (the trap): here it is put in by hand."""
+    _, trace, account = accounts(models_dir / name)
+    _, cache = transformer_bridge(models_dir / name).run_with_cache(torch.tensor([trace.tokens]))
+    heads = cache.apply_ln_to_stack(cache.stack_head_results(layer=-1, pos_slice=-1), layer=-1, pos_slice=-1)
+    ref = reference(models_dir / name)
+    column = ref.W_U[:, account.attrs["answer"]] - ref.W_U[:, account.attrs["against"]]
+    theirs = heads.double().reshape(-1, ref.d_model) * ref.final_norm()[0] @ column
+    assert (with_value_bias(account) - theirs).abs().max() <= 1e-4 * account["value"].abs().max()
