@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from ov_circuits.checkpoint.families import Architecture
@@ -63,8 +64,10 @@ def fold_reader_bias(b: Tensor | None, W: Tensor, norm_bias: Tensor | None, view
     """A reader's bias [..., k] in the given view; ``W`` is the raw matrix. None stays None when nothing is added."""
     if view == "raw" or norm_bias is None:
         return b
-    added = norm_bias @ W
-    return added if b is None else b + added
+    # Hundreds of terms that cancel: summed in float64, in parts because W may be an unembedding.
+    parts = [norm_bias.double() @ part.double() for part in W.split(8192, dim=-1)]
+    added = torch.cat(parts, dim=-1)
+    return (added if b is None else b + added).to(W.dtype)
 
 
 def fold_writer(W: Tensor, view: View) -> Tensor:

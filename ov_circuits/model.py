@@ -420,7 +420,9 @@ class Source:
         W_K, b_K = reader("K", a.n_kv_heads)
         W_V, b_V = reader("V", a.n_kv_heads)
         output = self.family.projections["O"]
-        W_O = rearrange(output.weight(self.store, index), "(head d_head) d_model -> head d_head d_model", head=a.n_heads)
+        W_O = rearrange(
+            output.weight(self.store, index), "(head d_head) d_model -> head d_head d_model", head=a.n_heads
+        )
         b_O = output.bias(self.store, index)
         return Layer(
             index=index,

@@ -1,6 +1,6 @@
-"""Shared fixtures: the real checkpoints, tiny random ones with nothing left at its default, and an independent reference.
+"""Shared fixtures: real checkpoints, tiny random ones with nothing left at its default, an independent reference.
 
-Every annotation in ov_circuits is checked while the tests run: the jaxtyping hook must be in place before the first import.
+Every annotation in ov_circuits is checked while the tests run: the jaxtyping hook comes before the first import.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> Any:
-    """A tiny random transformers model. Norm gains are far from one and biases far from zero: none can be forgotten unseen."""
+    """A tiny random transformers model. No norm gain is near one, no bias near zero: none can be forgotten unseen."""
     if family == "gpt2":
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -198,7 +198,7 @@ class Reference:
     """Heads of a checkpoint worked out from the definition in float64, with none of the package's code.
 
     A head's projection is found by what it does, not by reshaping: the module's own forward pass (``x @ W`` of Conv1D,
-    ``x @ W^T`` of Linear) is fed unit vectors and the head's outputs (or, for W_O, the head's inputs) are picked by index.
+    ``x @ W^T`` of Linear) is fed unit vectors, and the head's outputs (for W_O: its inputs) are picked by index.
     """
 
     folder: Path
@@ -314,7 +314,7 @@ class Reference:
         """A reading matrix in a weight view, by the definition's full matrices."""
         if view == "raw":
             return W
-        folded = torch.diag(gain) @ W
+        folded = gain[:, None] * W  # diag(gain) W
         return self.centre @ folded if view == "centred" else folded
 
     def view_writer(self, W: Tensor, view: str) -> Tensor:
@@ -373,6 +373,20 @@ def attention_shell(folder: Path) -> Any:
     return model
 
 
+@pytest.fixture(scope="session")
+def float64_model() -> Callable[[Path], Any]:
+    """``float64_model(folder)`` -> transformers' model in float64, one a folder and session; read only.
+
+    Of GPT-2 small's attention: with small random MLPs and vocabulary around it.
+    """
+
+    @cache
+    def model(folder: Path) -> Any:
+        return (attention_shell(folder) if folder.name == "gpt2-small-attention" else hf_model(folder)).double()
+
+    return model
+
+
 def transformer_bridge(folder: Path) -> Any:
     """A TransformerLens bridge on a local folder, weights unprocessed."""
     from transformer_lens.model_bridge import TransformerBridge
@@ -402,7 +416,7 @@ def _stand_in_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def bridge_of() -> Callable[[Path], Any]:
-    """``bridge_of(folder)`` -> a TransformerBridge, one a folder and session. Whoever changes weights makes their own."""
+    """``bridge_of(folder)`` -> a TransformerBridge, one a folder and session; read only."""
     made: dict[Path, Any] = {}
 
     def bridge(folder: Path) -> Any:
@@ -421,7 +435,7 @@ class NetworkTouched(BaseException):
 
 
 @pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any attempt to reach the network ends the test."""
     import socket
 
@@ -432,7 +446,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(socket.socket, "connect_ex", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    yield
 
 
 @contextmanager

@@ -293,12 +293,18 @@ def test_split_takes_some_layers(stories260k, tmp_path):
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_passes_on_every_checkpoint(any_folder):
-    certificate = run_json("verify", any_folder)
+def test_verify_passes_on_every_checkpoint(traceable_folder):
+    certificate = run_json("verify", traceable_folder)
     assert certificate["passed"] is True
-    possible = any_folder.name != "gpt2-small-attention"
-    made = [check["passed"] for check in certificate["checks"] if check["passed"] is not None]
-    assert len(made) == (len(certificate["checks"]) if possible else 1)
+    assert all(check["passed"] is True for check in certificate["checks"])
+    assert "5 of 5 checks passed" in run("verify", traceable_folder).stdout
+
+
+def test_verify_of_attention_weights_alone_lists_what_was_not_checked(gpt2_small_attention):
+    certificate = run_json("verify", gpt2_small_attention)
+    assert certificate["passed"] is True
+    assert [check["passed"] for check in certificate["checks"]].count(None) == 4
+    assert squeezed(run("verify", gpt2_small_attention).stdout).count("not possible") == 5
 
 
 def test_verify_ends_with_1_when_a_check_fails(tiny_gpt2_char, monkeypatch):

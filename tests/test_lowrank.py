@@ -16,10 +16,21 @@ from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich, gram
 TOLERANCE = 1e-6
 EPS = torch.finfo(torch.float64).eps
 
-settings.register_profile("ov", deadline=None, max_examples=80, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "ov", deadline=None, max_examples=80, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 settings.load_profile("ov")
 
-KINDS = ("random", "zero", "zero left", "rank-deficient", "repeated columns", "badly scaled", "ill-conditioned", "orthogonal")
+KINDS = (
+    "random",
+    "zero",
+    "zero left",
+    "rank-deficient",
+    "repeated columns",
+    "badly scaled",
+    "ill-conditioned",
+    "orthogonal",
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,9 @@ cases = st.builds(
     seed=st.integers(0, 10_000),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-square_cases = st.builds(lambda case: Case(case.n, case.n, *(case.r, case.batch, case.kind, case.seed, case.dtype)), cases)
+square_cases = st.builds(
+    lambda case: Case(case.n, case.n, *(case.r, case.batch, case.kind, case.seed, case.dtype)), cases
+)
 one_matrix = st.builds(lambda case: Case(case.n, case.m, case.r, (), case.kind, case.seed, case.dtype), cases)
 
 
@@ -99,7 +112,7 @@ def made(case: Case) -> tuple[LowRank, Tensor]:
 
 
 def factor_scale(product: LowRank) -> Tensor:
-    """||A||_F ||B||_F: what rounding in the stored precision is relative to, where the factors cancel in the product."""
+    """||A||_F ||B||_F: what rounding in the stored precision is relative to where the factors cancel."""
     return torch.linalg.matrix_norm(product.left.double()) * torch.linalg.matrix_norm(product.right.double())
 
 
@@ -213,11 +226,11 @@ def test_singular_pairs_rebuild_the_matrix_and_are_orthonormal_where_the_value_i
     rebuilt = every.U @ torch.diag_embed(every.S) @ every.V.mT
     assert_product(rebuilt, dense, top)
 
-    is_pair = every.S > every.S[..., :1] * max(case.n, case.m) * EPS
+    is_pair = every.S[..., :1] * max(case.n, case.m) * EPS < every.S
     for vectors in (every.U, every.V):
         assert (vectors.norm(dim=-2)[~is_pair] == 0).all(), "a direction was made up for a zero singular value"
-    # A pair's vectors are known as well as its value stands out of rounding: ask for orthonormality above 1e-6 of the top.
-    stands_out = every.S > every.S[..., :1] * 1e-6
+    # A pair's vectors are as exact as its value stands out of rounding: orthonormality is asked above 1e-6 of the top.
+    stands_out = every.S[..., :1] * 1e-6 < every.S
     expected = torch.diag_embed(stands_out.double())
     for vectors in (every.U, every.V):
         kept = vectors * stands_out.unsqueeze(-2)
@@ -376,7 +389,7 @@ def test_sandwich_singular_pairs_rebuild_the_dense_circuit(vocabulary):
     sandwich, dense, _ = vocabulary.made()
     pairs = sandwich.singular_pairs()
     assert_product(pairs.U @ torch.diag_embed(pairs.S) @ pairs.V.mT, dense, dense.norm())
-    stands_out = pairs.S > pairs.S[..., :1] * 1e-4
+    stands_out = pairs.S[..., :1] * 1e-4 < pairs.S
     expected = torch.diag_embed(stands_out.double())
     for vectors in (pairs.U, pairs.V):
         kept = vectors * stands_out.unsqueeze(-2)

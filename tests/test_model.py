@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import attention_shell, captured, hf_model, transformer_bridge
+from conftest import captured, hf_model, transformer_bridge
 from torch import Tensor
 
 import ov_circuits as ov
@@ -62,7 +62,7 @@ def test_a_file_of_attention_weights_alone_says_what_it_cannot_do(gpt2_small_att
     model = ov.load(gpt2_small_attention)
     assert not model.has_embeddings and not model.can_run
     for ask in (lambda: model.W_E, lambda: model.W_U, lambda: model.head("9.9").full_ov, lambda: model.grams):
-        with pytest.raises(CircuitsError, match="wte.weight .*attention weights only"):
+        with pytest.raises(CircuitsError, match=r"wte\.weight .*attention weights only"):
             ask()
     assert model.W_pos.shape == (1024, 768)
 
@@ -104,13 +104,13 @@ def test_a_layer_out_of_range_is_refused_with_the_range(tiny_gpt2_char, layer):
 # -- the split, against an independent derivation ---------------------------------------------------------------------
 
 
-def test_every_projection_of_every_head_in_every_view_is_the_independently_derived_one(any_folder, reference, assert_close):
+def test_every_projection_is_the_independently_derived_one_in_every_view(any_folder, reference, assert_close):
     ref = reference(any_folder)
     for view in views_of(any_folder):
         model = ov.load(any_folder, view=view)
         exact = 0 if view == "raw" else 1e-6
-        # Dense [d_model, d_model] products are slow at 768: there the folded views are checked on three layers of twelve.
-        for index in range(ref.n_layers) if view == "raw" or ref.d_model < 768 else (0, 5, 11):
+        # Dense [d_model, d_model] products are slow at 768: there folded views are checked on two layers of twelve.
+        for index in range(ref.n_layers) if view == "raw" or ref.d_model < 768 else (0, 7):
             layer = model.layer(index)
             gain, norm_bias = ref.norm(index)
             for role in READERS:
@@ -156,7 +156,7 @@ def test_a_grouped_query_head_reads_with_the_key_value_head_of_its_group(any_fol
                 assert_close(ours, bias, 0)
 
 
-def test_unembedding_and_its_bias_in_every_view_are_the_independently_derived_ones(running_folder, reference, assert_close):
+def test_unembedding_and_its_bias_are_the_independently_derived_ones(running_folder, reference, assert_close):
     ref = reference(running_folder)
     gain, bias = ref.final_norm()
     for view in views_of(running_folder)[1:]:
@@ -169,7 +169,7 @@ def test_unembedding_and_its_bias_in_every_view_are_the_independently_derived_on
             assert_close(model.b_U, bias @ ref.W_U)
 
 
-def test_the_full_circuit_has_the_spectra_of_the_dense_float64_one_in_every_view(running_folder, reference, assert_close):
+def test_the_full_circuit_has_the_spectra_of_the_dense_one_in_every_view(running_folder, reference, assert_close):
     ref = reference(running_folder)
     layer, gain, final = ref.n_layers - 1, ref.norm(ref.n_layers - 1)[0], ref.final_norm()[0]
     for view in views_of(running_folder):
@@ -242,7 +242,6 @@ def layer_modules(hf: Any, index: int) -> tuple[Any, Any]:
 
 def run(hf: Any, index: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, Any]:
     """(residual stream, attention output, rotary tables, norm) of a layer on eight tokens, in float64."""
-    hf = hf.double()
     norm, attention = layer_modules(hf, index)
     tokens = torch.arange(8).remainder(hf.config.vocab_size).unsqueeze(0)
     with torch.no_grad(), captured(norm) as read, captured(attention) as wrote:
@@ -252,12 +251,10 @@ def run(hf: Any, index: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | No
     return read["args"][0][0], wrote["output"][0][0], rotary, norm
 
 
-def model_for_running(folder: Path) -> Any:
-    return attention_shell(folder) if folder.name == "gpt2-small-attention" else hf_model(folder)
-
-
-def test_heads_in_every_view_add_up_to_the_attention_output_of_transformers(any_folder, reference, assert_close):
-    ref, hf = reference(any_folder), model_for_running(any_folder)
+def test_heads_in_every_view_add_up_to_the_attention_output_of_transformers(
+    any_folder, reference, float64_model, assert_close
+):
+    ref, hf = reference(any_folder), float64_model(any_folder)
     for index in {0, ref.n_layers - 1}:
         stream, output, rotary, norm = run(hf, index)
         mean = stream.mean(-1, keepdim=True) if ref.is_gpt2 else 0.0
@@ -278,8 +275,10 @@ def test_heads_in_every_view_add_up_to_the_attention_output_of_transformers(any_
             assert_close(attention_by_hand(layer, normalised + 3.0, rotary), removed, 1e-5)
 
 
-def test_the_final_norm_without_gain_and_the_viewed_unembedding_give_the_models_logits(running_folder, assert_close):
-    hf = hf_model(running_folder).double()
+def test_the_final_norm_without_gain_and_the_viewed_unembedding_give_the_models_logits(
+    running_folder, float64_model, assert_close
+):
+    hf = float64_model(running_folder)
     final = hf.transformer.ln_f if hasattr(hf, "transformer") else hf.model.norm
     tokens = torch.arange(7).remainder(hf.config.vocab_size).unsqueeze(0)
     with torch.no_grad(), captured(final) as seen:
@@ -305,7 +304,7 @@ def test_the_default_view_is_centred_for_layernorm_and_folded_for_rmsnorm(any_fo
 
 def test_centred_is_refused_for_rmsnorm_and_unknown_views_everywhere(stories260k, tiny_gpt2_char):
     for refused in (lambda: ov.load(stories260k, view="centred"), lambda: ov.load(stories260k).in_view("centred")):
-        with pytest.raises(CircuitsError, match="RMSNorm subtracts no mean.*'folded'"):
+        with pytest.raises(CircuitsError, match=r"RMSNorm subtracts no mean.*'folded'"):
             refused()
     for refused in (lambda: ov.load(tiny_gpt2_char, view="centered"), lambda: ov.load(tiny_gpt2_char).in_view("")):
         with pytest.raises(CircuitsError, match="choose one of raw, folded, centred"):
@@ -348,7 +347,7 @@ def test_a_bridge_in_memory_gives_the_same_heads_and_shares_their_memory(running
 def test_a_bridge_in_compatibility_mode_is_refused(tiny_gpt2_char):
     bridge = transformer_bridge(tiny_gpt2_char)
     bridge.enable_compatibility_mode(disable_warnings=True)
-    with pytest.raises(CircuitsError, match="compatibility mode.*folded and centred already"):
+    with pytest.raises(CircuitsError, match=r"compatibility mode.*folded and centred already"):
         ov.load(bridge)
 
 
@@ -527,7 +526,7 @@ def write_gguf(folder: Path, file: Path, kind: str) -> Path:
 
 
 def quantisation_bound(weights: Tensor, kind: str) -> Tensor:
-    """How far a value may lie from its stored one: half a step of its block of 32, and the step's own half precision."""
+    """How far a value may lie from its stored one: half a step of its block of 32, and half precision."""
     if kind == "F32":
         return torch.zeros_like(weights)
     if kind == "F16":
@@ -543,7 +542,8 @@ def quantisation_bound(weights: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("variant", ["grouped", "biases", "tied"])
 def test_a_gguf_file_holds_the_heads_of_the_safetensors_checkpoint(write_tiny, tmp_path, kind, variant):
     config = {"head_dim": 8, "num_key_value_heads": 2, "intermediate_size": 64}
-    config |= {"biases": {"attention_bias": True, "head_dim": 16}, "tied": {"tie_word_embeddings": True}}.get(variant, {})
+    varied = {"biases": {"attention_bias": True, "head_dim": 16}, "tied": {"tie_word_embeddings": True}}
+    config |= varied.get(variant, {})
     folder = write_tiny("llama", seed=5, **config)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind)
     ours, right = ov.load(file, view="raw"), ov.load(folder, view="raw")

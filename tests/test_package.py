@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
-import statistics
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import metadata
+from collections.abc import Iterator
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,8 @@ def python(code: str) -> str:
 
 def test_import_takes_less_than_150_ms_on_top_of_torch():
     code = "import torch, time; start = time.perf_counter(); import ov_circuits; print(time.perf_counter() - start)"
-    assert statistics.median(float(python(code)) for _ in range(3)) < 0.15
+    # The smallest of several: a busy machine can only add to it.
+    assert min(float(python(code)) for _ in range(4)) < 0.15
 
 
 def test_loading_is_quick_too():
@@ -95,17 +95,8 @@ def test_imports_run_downwards_only():
             assert not found, f"{file} imports {found}"
 
 
-def test_the_metadata_is_complete():
-    about = metadata("ov-circuits")
-    assert about["License-Expression"] == "MIT"
-    assert about["Requires-Python"] == ">=3.10"
-    assert set(about.get_all("Provides-Extra") or ()) == {"gguf", "notebook", "test", "dev"}
-    assert about["Version"] == ov.__version__
-
-
 def test_the_tested_set_covers_every_dependency():
-    import tomllib
-
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],
@@ -120,14 +111,31 @@ def test_the_tested_set_covers_every_dependency():
     assert names <= pinned
 
 
-def test_the_wheel_carries_the_model_and_the_page(tmp_path):
-    pytest.importorskip("pip")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300, env=os.environ | {"PIP_NO_INPUT": "1"})
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The wheel, built from this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    (file,) = folder.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        yield archive
+
+
+def test_the_wheel_carries_the_model_and_the_page(wheel):
     model = {f"ov_circuits/_data/model/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
     page = {f"ov_circuits/report/{name}" for name in ("page.html.jinja", "page.css", "page.js")}
-    assert model | page | {"ov_circuits/py.typed"} <= names
-    assert wheel.stat().st_size < 20e6
+    assert model | page | {"ov_circuits/py.typed"} <= set(wheel.namelist())
+    assert sum(entry.compress_size for entry in wheel.infolist()) < 20e6
+
+
+def test_the_wheels_metadata_is_complete(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    about = Parser().parsestr(wheel.read(name).decode())
+    assert about["Name"] == "ov-circuits"
+    assert about["Version"] == ov.__version__
+    assert about["License-Expression"] == "MIT"
+    assert about["Requires-Python"] == ">=3.10"
+    assert set(about.get_all("Provides-Extra") or ()) == {"gguf", "notebook", "test", "dev"}
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())

@@ -1,4 +1,4 @@
-"""Tokens as text: nothing lost, nothing invented, spaces and lone bytes visible, and no answer cut to its first piece."""
+"""Tokens as text: nothing lost or invented, spaces and lone bytes visible, and no answer cut to its first piece."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ov_circuits.checkpoint.tokenizer import Tokenizer, byte_alphabet
 
 CircuitsError = ov.CircuitsError
 EMBEDDED = Path(__file__).resolve().parents[1] / "data" / "model"
-SAMPLE = 'Once upon a time, there was a girl named Lily.\nShe said: "Let\'s  play!" (twice) and ran 3 miles.\n\n  The end'
+SAMPLE = 'Once upon a time, a girl named Lily\nsaid: "Let\'s  play!" (twice) and ran 3 miles.\n\n  The end'
 
 
 @pytest.fixture(params=["stories260k", "tiny-gpt2-char", "embedded"])
@@ -50,9 +50,7 @@ def sentencepiece() -> Tokenizer:
         models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True)
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return Tokenizer(backend, None)
 
 
@@ -76,7 +74,7 @@ def test_every_token_of_the_vocabulary_has_a_text(tokenizer):
 def test_every_byte_of_a_byte_level_vocabulary_can_be_told_apart(byte_level):
     texts = [byte_level.text(byte_level.encode(chr(b))[0]) for b in range(128)]
     assert texts == [chr(b) for b in range(128)]
-    lone = {byte: byte_level.text(token) for char, byte in byte_alphabet().items() if (token := piece_id(byte_level, char)) >= 0}
+    lone = {byte: byte_level.text(piece_id(byte_level, char)) for char, byte in byte_alphabet().items()}
     assert len(set(lone.values())) == 256
     for byte in range(128, 256):
         assert lone[byte] == f"⟨{byte:02X}⟩"
@@ -176,7 +174,7 @@ def test_single_lets_ids_pass_and_refuses_those_outside(tokenizer):
     assert tokenizer.single(0) == 0
     assert tokenizer.single(tokenizer.size - 1) == tokenizer.size - 1
     for outside in (-1, tokenizer.size, 10**9):
-        with pytest.raises(CircuitsError, match=f"{outside} is outside the vocabulary"):
+        with pytest.raises(CircuitsError, match=rf"{outside} is outside the vocabulary"):
             tokenizer.single(outside)
 
 
@@ -207,7 +205,7 @@ def test_the_bos_id_comes_from_the_tokenizer_where_the_config_has_none(stories26
 def test_a_model_without_a_tokenizer_says_what_to_use(gpt_nano_sort):
     model = ov.load(gpt_nano_sort)
     assert not model.has_tokenizer
-    with pytest.raises(CircuitsError, match=f"{gpt_nano_sort.name} has no tokenizer.*token ids"):
+    with pytest.raises(CircuitsError, match=rf"{gpt_nano_sort.name} has no tokenizer.*token ids"):
         _ = model.tokenizer
 
 
@@ -217,7 +215,7 @@ def test_a_damaged_tokenizer_is_named(stories260k, tmp_path, content):
     (folder / "tokenizer.json").write_text(content)
     model = ov.load(folder)
     assert not model.has_tokenizer
-    with pytest.raises(CircuitsError, match="tokenizer.json is not a readable tokenizer"):
+    with pytest.raises(CircuitsError, match=r"tokenizer\.json is not a readable tokenizer"):
         _ = model.tokenizer
 
 

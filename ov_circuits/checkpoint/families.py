@@ -16,6 +16,7 @@ from ov_circuits.checkpoint.stores import RenamedStore, TensorStore
 from ov_circuits.errors import CircuitsError
 
 Role = Literal["Q", "K", "V", "O"]
+MLPRole = Literal["gate", "in", "out"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Family:
         architecture: config -> :class:`Architecture`.
         prefix: what some files put before every name but the unembedding's.
         projections: Q, K, V, O.
+        mlp: the MLP's matrices; without ``gate`` it is ``out(f(in x))``, with it ``out(f(gate x) * in x)``.
+        activation: the config's key for f, and what it is where the config does not say.
         embed, unembed, positions: embedding tensors' names; ``positions`` is None without learned positions.
         norms: names of the attention's and the MLP's reading norm (with ``{layer}``), and of the final one.
         shapes: all tensors of the model with the shapes that the config implies, by group.
@@ -97,6 +100,8 @@ class Family:
     architecture: Callable[[Mapping[str, Any]], Architecture]
     prefix: str
     projections: Mapping[Role, Projection]
+    mlp: Mapping[MLPRole, Projection]
+    activation: tuple[str, str]
     embed: str
     unembed: str
     positions: str | None
@@ -183,6 +188,11 @@ GPT2 = Family(
         "V": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=2),
         "O": Projection("h.{layer}.attn.c_proj", stored_in_out=True),
     },
+    mlp={
+        "in": Projection("h.{layer}.mlp.c_fc", stored_in_out=True),
+        "out": Projection("h.{layer}.mlp.c_proj", stored_in_out=True),
+    },
+    activation=("activation_function", "gelu_new"),
     embed="wte",
     unembed="lm_head",
     positions="wpe",
@@ -208,7 +218,6 @@ def _llama_architecture(config: Mapping[str, Any]) -> Architecture:
             f"the config says hidden_size = {d_model} and num_attention_heads = {n_heads}, which do not divide, "
             "and gives no head_dim"
         )
-    rope = config.get("rope_parameters") or {}
     return Architecture(
         family="llama",
         n_layers=get.count("num_hidden_layers"),
@@ -223,7 +232,7 @@ def _llama_architecture(config: Mapping[str, Any]) -> Architecture:
         norm_eps=get.number("rms_norm_eps", 1e-6),
         positions="rotary",
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        rope_theta=get.rope_theta(10000.0),
     )
 
 
@@ -267,6 +276,12 @@ LLAMA = Family(
         "V": Projection("layers.{layer}.self_attn.v_proj"),
         "O": Projection("layers.{layer}.self_attn.o_proj"),
     },
+    mlp={
+        "gate": Projection("layers.{layer}.mlp.gate_proj"),
+        "in": Projection("layers.{layer}.mlp.up_proj"),
+        "out": Projection("layers.{layer}.mlp.down_proj"),
+    },
+    activation=("hidden_act", "silu"),
     embed="embed_tokens",
     unembed="lm_head",
     positions=None,
@@ -279,7 +294,18 @@ LLAMA = Family(
 FAMILIES: dict[str, Family] = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA}
 
 # What is near but outside, and why: refused by name.
-_ENCODERS = ("bert", "roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "xlm-roberta", "mpnet", "modernbert")
+_ENCODERS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "albert",
+    "electra",
+    "deberta",
+    "deberta-v2",
+    "xlm-roberta",
+    "mpnet",
+    "modernbert",
+)
 _ENCODER_DECODERS = ("t5", "bart", "mt5", "mbart", "pegasus", "marian", "whisper")
 _OUTSIDE: dict[str, str] = {
     **dict.fromkeys(_ENCODERS, "an encoder: its heads look both ways and there is no next-token logit to account for"),
@@ -299,10 +325,12 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         CircuitsError: the architecture is not in the table; the message says why, or which ones are.
     """
     model_type = config.get("model_type")
-    architectures = [str(name) for name in config.get("architectures") or []]
-    if model_type is None:
+    architectures = config.get("architectures")
+    if model_type is not None and not isinstance(model_type, str):
+        raise CircuitsError(f"{where} cannot be used: model_type in its config.json is {model_type!r}, not a name")
+    if model_type is None and isinstance(architectures, list):
         guesses = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
-        model_type = next((guesses[name] for name in architectures if name in guesses), None)
+        model_type = next((guesses[str(name)] for name in architectures if str(name) in guesses), None)
     known = ", ".join(FAMILIES)
     if model_type is None:
         raise CircuitsError(f"{where} names no model_type: add one of {known} to its config.json")
@@ -310,12 +338,26 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         return FAMILIES[model_type]
     if model_type in _OUTSIDE:
         raise CircuitsError(f"{where} is a {model_type!r} model, {_OUTSIDE[model_type]}. Supported: {known}")
-    raise CircuitsError(f"{where} is a {model_type!r} model, whose tensor layout is not in the table. Supported: {known}")
+    raise CircuitsError(
+        f"{where} is a {model_type!r} model, whose tensor layout is not in the table. Supported: {known}"
+    )
 
 
 def canonical_store(store: TensorStore, family: Family) -> TensorStore:
-    """The store with the family's optional prefix taken off every name."""
-    names = {name.removeprefix(family.prefix): name for name in store.names()}
+    """The store with the family's optional prefix taken off every name.
+
+    Raises:
+        CircuitsError: a tensor is there under both of its names.
+    """
+    names: dict[str, str] = {}
+    for name in store.names():
+        short = name.removeprefix(family.prefix)
+        if short in names:
+            raise CircuitsError(
+                f"{store.origin(name)} holds both {names[short]} and {name}, which are names of the same tensor: "
+                "two checkpoints were merged into one; write it again from one of them"
+            )
+        names[short] = name
     return RenamedStore(store, names)
 
 
@@ -337,7 +379,10 @@ def check_contents(
         CircuitsError: an attention tensor is missing, or a shape contradicts the config.
     """
     shapes = family.shapes(architecture, config)
-    for name, expected in (shapes.attention | shapes.embeddings | shapes.mlps).items():
+    unembedding = {
+        f"{family.unembed}.weight": (architecture.n_vocab, architecture.d_model)
+    }  # stored though tied, at times
+    for name, expected in (shapes.attention | shapes.embeddings | shapes.mlps | unembedding).items():
         if name in store and store.shape(name) != expected:
             raise CircuitsError(
                 f"tensor {name} in {store.origin(name)} has shape {list(store.shape(name))}, but the config of {where} "
@@ -369,8 +414,20 @@ class _Config:
             raise CircuitsError(f"the config of this {self._family} model cannot be used: {key} {problem}")
         return value
 
+    def rope_theta(self, default: float) -> float:
+        """The rotary base: in ``rope_parameters`` since transformers 5, a key of its own before."""
+        rope = self._config.get("rope_parameters")
+        if rope is not None and not isinstance(rope, Mapping):
+            raise CircuitsError(f"the config of this {self._family} model cannot be used: rope_parameters is {rope!r}")
+        for values in (rope or {}, self._config):
+            if values.get("rope_theta") is not None:
+                return _Config(values, self._family).number("rope_theta", default)
+        return default
+
     def number(self, key: str, default: float) -> float:
         value = self._config.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CircuitsError(f"the config of this {self._family} model cannot be used: {key} is {value!r}, not a number")
+            raise CircuitsError(
+                f"the config of this {self._family} model cannot be used: {key} is {value!r}, not a number"
+            )
         return float(value)

@@ -21,6 +21,7 @@ from ov_circuits.checkpoint.stores import (
     TorchStore,
     read_json,
     read_shard_index,
+    shard_names,
 )
 from ov_circuits.errors import CircuitsError
 
@@ -98,17 +99,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder (of a multimodal model: its text part)."""
     file = folder / "config.json"
     if not file.is_file():
-        raise CircuitsError(f"{folder} has no config.json, which says how many heads there are: copy it beside the weights")
+        raise CircuitsError(
+            f"{folder} has no config.json, which says how many heads there are: copy it beside the weights"
+        )
     return read_json(file)
 
 
 def embedded_model() -> Path:
-    """The folder of the model that comes with the package (in the wheel, or in the checkout's ``data/``)."""
+    """The folder of the model that comes with the package."""
+    return data_file("model/config.json").parent
+
+
+def data_file(name: str) -> Path:
+    """A file or folder that comes with the package: in the wheel's ``_data/``, or in the checkout's ``data/``.
+
+    Raises:
+        CircuitsError: it is not there.
+    """
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "_data" / "model", package.parent / "data" / "model"):
-        if (folder / "config.json").is_file():
-            return folder
-    raise CircuitsError("the embedded model is missing from this installation: reinstall ov-circuits, or name a model")
+    for folder in (package / "_data", package.parent / "data"):
+        if (folder / name).exists():
+            return folder / name
+    raise CircuitsError(f"{name} is missing from this installation's data: reinstall ov-circuits")
 
 
 def cache_folder() -> Path:
@@ -188,20 +200,21 @@ class _NotFound(Exception):
 
 
 def _download(repo: str, revision: str | None, *, local_files_only: bool) -> Path:
-    import httpx
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     def get(name: str) -> Path | None:
         try:
-            return Path(hf_hub_download(repo, name, revision=revision, local_files_only=local_files_only))
-        except LocalEntryNotFoundError as error:
             if local_files_only:
-                return None
+                # hf_hub_download(local_files_only=True) would ask the hub who is calling before it looks into the cache.
+                cached = try_to_load_from_cache(repo, name, revision=revision)
+                return Path(cached) if isinstance(cached, str) else None
+            return Path(hf_hub_download(repo, name, revision=revision))
+        except LocalEntryNotFoundError as error:
             raise _NotFound(f"no connection: {_first_line(error)}") from error
         except EntryNotFoundError:
             return None
-        except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        except Exception as error:  # which HTTP library fails, and how, is huggingface_hub's own affair
             raise _NotFound(_first_line(error)) from error
 
     config = get("config.json")
@@ -211,8 +224,8 @@ def _download(repo: str, revision: str | None, *, local_files_only: bool) -> Pat
     if weights is None:
         raise _NotFound("no weight file is there")
     if weights.name.endswith(".json"):
-        for shard in sorted(set(read_json(weights).get("weight_map", {}).values())):
-            if Path(shard).name != shard or get(shard) is None:
+        for shard in shard_names(weights):
+            if get(shard) is None:
                 raise _NotFound(f"the shard {shard} is not there")
     for name in _TOKENIZER_FILES:
         get(name)

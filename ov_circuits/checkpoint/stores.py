@@ -50,13 +50,14 @@ class TensorStore(ABC):
         """The tensor as float32.
 
         Raises:
-            CircuitsError: the tensor is not of a floating type, or its data is damaged.
+            CircuitsError: the tensor is not of a plain floating type, or its data is damaged.
         """
         tensor = self._read(name)
-        if not tensor.is_floating_point():
+        # float8 numbers mean nothing without the scales that lie beside them under other names.
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise CircuitsError(
-                f"tensor {name} in {self.origin(name)} holds {tensor.dtype}, not floating-point numbers: "
-                "quantised checkpoints (AWQ, GPTQ, bitsandbytes) must be dequantised first"
+                f"tensor {name} in {self.origin(name)} holds {tensor.dtype}, not plain floating-point "
+                "numbers: quantised checkpoints (AWQ, GPTQ, bitsandbytes, FP8) must be dequantised first"
             )
         return tensor.detach().float()
 
@@ -130,6 +131,11 @@ class TorchStore(TensorStore):
         self._files: dict[str, Path] = {}
         for file in files:
             for name, tensor in _load_pickle(file).items():
+                if name in self._tensors:
+                    raise CircuitsError(
+                        f"tensor {name} is in both {self._files[name]} and {file}: "
+                        "shards of two checkpoints are mixed in one folder"
+                    )
                 self._tensors[name] = tensor
                 self._files[name] = file
 
@@ -161,7 +167,9 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
                 f"{file} was refused: it holds more than tensors (a pickle can run code when opened). "
                 "Convert it to safetensors on a machine where you trust the file"
             ) from error
-        raise CircuitsError(f"{file} is not a readable torch checkpoint ({reason}): copy or download it again") from error
+        raise CircuitsError(
+            f"{file} is not a readable torch checkpoint ({reason}): copy or download it again"
+        ) from error
     if not isinstance(loaded, Mapping):
         raise CircuitsError(f"{file} holds a {type(loaded).__name__}, not a dictionary of tensors")
     return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
@@ -227,18 +235,29 @@ def read_shard_index(index: Path) -> list[Path]:
     Raises:
         CircuitsError: the index is no valid JSON, names a file outside its folder, or one that is missing.
     """
+    files = [index.parent / name for name in shard_names(index)]
+    for file in files:
+        if not file.is_file():
+            raise CircuitsError(
+                f"{index} names the shard {file.name}, which is missing from {index.parent}: copy it there"
+            )
+    return files
+
+
+def shard_names(index: Path) -> list[str]:
+    """The shards that a ``*.index.json`` names; whether they are there is not looked at.
+
+    Raises:
+        CircuitsError: the index is no valid JSON, or names a file outside its folder.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CircuitsError(f"{index} has no weight_map: it is not the index of a sharded checkpoint")
-    files = []
-    for name in sorted({str(value) for value in weight_map.values()}):
-        if Path(name).name != name:
+    names = sorted({str(value) for value in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or name == "..":
             raise CircuitsError(f"{index} names the shard {name!r}, which is not a file beside it: refused")
-        file = index.parent / name
-        if not file.is_file():
-            raise CircuitsError(f"{index} names the shard {name}, which is missing from {index.parent}: copy it there")
-        files.append(file)
-    return files
+    return names
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ checkpoints that lack this file (older vocabularies, GGUF).
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 from ov_circuits.checkpoint.stores import read_json
 from ov_circuits.errors import CircuitsError
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -90,10 +93,13 @@ class Tokenizer:
 
     @cached_property
     def _by_text(self) -> dict[str, int]:
-        """Token texts to ids. Where several tokens show as one text, the one that encoding the text yields, else the first."""
+        """Token texts to ids. Where several tokens show as one text, the one that encoding the text yields, else the first.
+
+        SentencePiece's byte pieces come last: <0x61> shows as "a" but is never produced where the piece "a" exists.
+        """
         found: dict[str, int] = {}
         doubled = set()
-        for token in range(self.size):
+        for token in sorted(range(self.size), key=self._is_byte_piece):
             text = self.text(token)
             if found.setdefault(text, token) != token:
                 doubled.add(text)
@@ -117,11 +123,15 @@ class Tokenizer:
         """Whether pieces are spelled in GPT-2's byte alphabet (and not SentencePiece's ▁ and <0xE2>)."""
         return "ByteLevel" in repr(self._backend.decoder) or "ByteLevel" in repr(self._backend.pre_tokenizer)
 
+    def _is_byte_piece(self, token: int) -> bool:
+        """Whether a token is SentencePiece's <0xE2>."""
+        return not self._byte_level and _BYTE_PIECE.fullmatch(self._backend.id_to_token(token) or "") is not None
+
     def _to_bytes(self, piece: str) -> bytes:
         if self._byte_level:
             alphabet = byte_alphabet()
             return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        if _BYTE_PIECE.fullmatch(piece):
             return bytes.fromhex(piece[3:5])
         return piece.replace("▁", " ").encode()
 

@@ -199,7 +199,7 @@ class LowRank:
         X, S, Y = X[..., :k], S[..., :k], Yh.mT[..., :k]
         # Below this a singular value is rounding noise, and so would its vectors be.
         floor = S[..., :1] * max(self.shape[-2:]) * torch.finfo(S.dtype).eps
-        scale = torch.where(S > floor, S, torch.inf).unsqueeze(-2)
+        scale = torch.where(floor < S, S, torch.inf).unsqueeze(-2)
         U = self._times_left(self._root_right.mT @ Y / scale)
         V = self._times_right(self._root_left.mT @ X / scale)
         return SingularPairs(U, S, V)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from conftest import NASTY_TOKENS, make_payload
 
 from ov_circuits.report.dashboard import Dashboard
+
+from .made_up import NASTY_TOKENS, make_payload
+
+pytestmark = pytest.mark.browser
 
 HEADS = 24  # of the small page: 4 layers x 6 heads
 
@@ -35,14 +39,28 @@ class Tab:
     """One open page, and everything it complained about or asked the network for."""
 
     def __init__(self, browser: Any, *, width: int = 1400, scheme: str = "light", scripts: bool = True) -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=scripts)
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=scripts
+        )
         self.page = self.context.new_page()
         self.page.set_default_timeout(15_000)
         self.complaints: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}") if message.type in ("error", "warning") else None)
+        self.page.on(
+            "console",
+            lambda message: (
+                self.complaints.append(f"{message.type}: {message.text}")
+                if message.type in ("error", "warning")
+                else None
+            ),
+        )
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: None if request.url.startswith(("data:", "blob:", "file:")) else self.requests.append(request.url))
+        self.page.on(
+            "request",
+            lambda request: (
+                None if request.url.startswith(("data:", "blob:", "file:")) else self.requests.append(request.url)
+            ),
+        )
 
     def open(self, path: Path, address: str = "") -> Any:
         self.page.goto(path.as_uri() + address)
@@ -64,6 +82,10 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
     for one in opened:
         assert one.complaints == []
         assert one.requests == []
+
+
+def wait_for_heading(page: Any, text: str) -> None:
+    page.wait_for_function("text => document.querySelector('h2')?.textContent === text", arg=text)
 
 
 def shown_heads(page: Any) -> int:
@@ -98,7 +120,8 @@ def test_keyboard_moves_opens_and_leaves(tab, pages):
     assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Head 1.2")
     assert page.locator(".map-panel .cell[tabindex='0']").count() == 1
     page.keyboard.press("Enter")
-    assert page.inner_text("h2") == "Head 1.2" and page.url.endswith("#1.2")
+    wait_for_heading(page, "Head 1.2")
+    assert page.url.endswith("#1.2")
     page.keyboard.press("Escape")
     page.wait_for_selector(".atlas")
 
@@ -109,9 +132,9 @@ def test_click_deep_link_and_back(tab, pages):
     page.wait_for_selector(".directions")
     assert page.url.endswith("#1.2")
     page.click("a[rel=next]")
-    assert page.inner_text("h2") == "Head 1.3"
+    wait_for_heading(page, "Head 1.3")
     page.go_back()
-    page.wait_for_function("() => document.querySelector('h2').textContent === 'Head 1.2'")
+    wait_for_heading(page, "Head 1.2")
     page.go_back()
     page.wait_for_selector(".atlas")
 
@@ -182,7 +205,12 @@ def test_token_search(tab, pages):
 
     def heads(test: Callable[[set[str], set[str]], bool]) -> set[int]:
         words = payload["tokens"]
-        ends = [(i, *({words[t] for t, _ in d[side][end]} for side in ("reads", "writes"))) for i, card in enumerate(payload["cards"]) for d in card["directions"] for end in ("plus", "minus")]
+        ends = [
+            (i, *({words[t] for t, _ in d[side][end]} for side in ("reads", "writes")))
+            for i, card in enumerate(payload["cards"])
+            for d in card["directions"]
+            for end in ("plus", "minus")
+        ]
         return {i for i, reads, writes in ends if test(reads, writes)}
 
     page = tab().open(pages())
@@ -252,6 +280,34 @@ def test_prompt_view_closes_the_account(tab, pages):
     page.wait_for_selector("text=All of head 0.5")
 
 
+def test_a_source_token_is_decomposed_by_head(tab, pages):
+    page = tab().open(pages(), "#prompt")
+    page.click(".token-button >> nth=4")
+    page.wait_for_selector(".prompt-columns .lead:has-text('at position 4')")
+    spec = make_payload()["prompt"]["head_source"]
+    source = np.frombuffer(base64.b64decode(spec["data"]), "<f4").reshape(spec["shape"])[:, 4]
+    best = int(source.argmax())
+    assert page.inner_text(".ranking a >> nth=0") == f"{best // 6}.{best % 6}"
+    label = page.get_attribute(f".prompt .cell >> nth={best}", "aria-label")
+    assert "from ·John, position 4" in label
+    page.click("text=All tokens")
+    page.wait_for_selector(".prompt-columns .lead:has-text('summed over source tokens')")
+
+
+def test_head_that_is_not_finite_says_so(tab, tmp_path):
+    payload = make_payload(n_layers=2, n_heads=2)
+    payload["cards"][1] = {"singular_values": [], "eigenvalues_ov": [], "eigenvalues_full": None, "directions": None}
+    for values in payload["values"].values():
+        values[1] = None
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path, "#0.1")
+    page.wait_for_selector(".absent")
+    assert "NaN or infinity" in page.inner_text(".card-body")
+    page.evaluate("location.hash = 'compare/0.1,0.0'")
+    page.wait_for_selector(".compare-card >> nth=1")
+
+
 def test_prompt_without_an_answer_shows_patterns_only(tab, pages):
     page = tab().open(pages(prompt="patterns"), "#prompt")
     page.wait_for_selector(".heat canvas")
@@ -272,6 +328,7 @@ def test_grouped_heads_are_shown_as_groups(tab, pages):
     page.hover(".map-panel .cell >> nth=1")
     assert page.locator(".cell.shares").count() == 3
     page.click(".map-panel .cell >> nth=4")
+    wait_for_heading(page, "Head 0.4")
     assert "key/value head 1, shared with 0.3, 0.5" in page.inner_text(".card-head")
 
 
@@ -282,7 +339,10 @@ def test_hostile_vocabulary_stays_text(tab, pages):
     seen = set()
     for head in range(8):
         page.evaluate("head => { location.hash = head }", f"{head // 6}.{head % 6}")
-        page.wait_for_function("title => document.querySelector('h2')?.textContent === title && document.querySelector('.directions')", arg=f"Head {head // 6}.{head % 6}")
+        page.wait_for_function(
+            "title => document.querySelector('h2')?.textContent === title && document.querySelector('.directions')",
+            arg=f"Head {head // 6}.{head % 6}",
+        )
         seen |= set(page.locator(".directions .token").all_text_contents())
     page.evaluate("location.hash = 'prompt'")
     page.wait_for_selector(".heat canvas")
@@ -290,10 +350,31 @@ def test_hostile_vocabulary_stays_text(tab, pages):
     # Plotly's own source is the one script that may join.
     assert page.locator("script").count() == scripts + 1
     assert page.locator("#page :is(img, textarea, script, b:not(.num):not(summary b), iframe)").count() == 0
-    for text in ("<script>window.xss=1</script>", "</textarea>", "</script>", "<b>", "&lt;", "$x$", "%{x}", "↵", "⇥", "U+0000", "xE2", "U+202E", "U+200B", "∅", "·Paris", "Paris", "👩\u200d🚀", "◌\u0301"):
+    for text in (
+        "<script>window.xss=1</script>",
+        "</textarea>",
+        "</script>",
+        "<b>",
+        "&lt;",
+        "$x$",
+        "%{x}",
+        "↵",
+        "⇥",
+        "U+0000",
+        "xE2",
+        "U+202E",
+        "U+200B",
+        "∅",
+        "·Paris",
+        "Paris",
+        "👩\u200d🚀",
+        "◌\u0301",
+    ):
         assert text in seen, text
     # A real middle dot and the mark of a space look alike in text, not in the document.
-    assert page.evaluate("[...document.querySelectorAll('.token')].every(t => !/[\\u0000-\\u001f\\u202a-\\u202e]/.test(t.textContent))")
+    assert page.evaluate(
+        "[...document.querySelectorAll('.token')].every(t => !/[\\u0000-\\u001f\\u202a-\\u202e]/.test(t.textContent))"
+    )
 
 
 def test_file_holds_no_token_and_no_outside_address():
@@ -302,7 +383,7 @@ def test_file_holds_no_token_and_no_outside_address():
         if len(token) > 6 and token.strip() and token not in ("</script>", "{{ title }}"):
             assert token not in html
     assert "made-up &lt;model&gt;" in html and "made-up <model>" not in html
-    for outside in ("src=", "@import", "url(http", "cdn.plot.ly/plotly", "<link rel=\"stylesheet"):
+    for outside in ("src=", "@import", "url(http", "cdn.plot.ly/plotly", '<link rel="stylesheet'):
         assert outside not in html, outside
     assert "default-src 'none'" in html
 
@@ -364,16 +445,17 @@ def test_large_models_stay_small_and_quick(tab, pages, shape, limit_mb, limit_s)
     assert path.stat().st_size <= limit_mb * 1e6
     one = tab()
     one.page.add_init_script(
-        "new MutationObserver((_, o) => { if (document.querySelector('.map-panel .cell')) { o.disconnect(); requestAnimationFrame(() => { window.painted = performance.now() }) } })"
-        ".observe(document, { childList: true, subtree: true })"
+        """new MutationObserver((_, observer) => {
+             if (!document.querySelector('.map-panel .cell')) return;
+             observer.disconnect();
+             requestAnimationFrame(() => { window.painted = performance.now() });
+           }).observe(document, { childList: true, subtree: true })"""
     )
     page = one.open(path)
     assert page.locator(".map-panel .cell").count() == shape["n_layers"] * shape["n_heads"]
     assert page.evaluate("window.painted") / 1000 <= limit_s
-    started = time.perf_counter()
     page.click(".map-panel .cell >> nth=100")
     page.wait_for_selector(".directions")
-    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -383,7 +465,11 @@ def test_accessible(tab, pages, axe_source, scheme):
     page.evaluate(f"() => {{ {axe_source} }}")
     for address in walk(page):
         found = page.evaluate("async () => (await axe.run(document)).violations")
-        serious = [(v["id"], [node["html"][:160] for node in v["nodes"][:3]]) for v in found if v["impact"] in ("serious", "critical")]
+        serious = [
+            (v["id"], [node["html"][:160] for node in v["nodes"][:3]])
+            for v in found
+            if v["impact"] in ("serious", "critical")
+        ]
         assert serious == [], f"#{address}: {json.dumps(serious, indent=1)}"
 
 
@@ -395,8 +481,8 @@ def test_two_pages_in_one_notebook(browser, tmp_path):
     one.page.goto(path.as_uri())
     first, second = one.page.frame_locator("iframe >> nth=0"), one.page.frame_locator("iframe >> nth=1")
     first.locator(".map-panel .cell >> nth=3").click()
-    assert first.locator("h2").inner_text() == "Head 1.1"
     first.locator(".directions").wait_for()
+    assert first.locator("h2").inner_text() == "Head 1.1"
     second.locator(".map-panel .cell >> nth=0").wait_for()
     assert second.locator("h2").inner_text() == "Heads"
     first.locator("text=← Atlas").click()

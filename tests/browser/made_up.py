@@ -1,0 +1,282 @@
+"""A made-up model for the page: every part of the payload, with tokens that try to break out of it."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+# What vocabularies hold. Each of these would end an element, start a script, reverse a line or vanish, if it were taken for markup.
+NASTY_TOKENS = [
+    "<script>window.xss=1</script>",
+    "</textarea>",
+    "</script>",
+    "<!--",
+    "]]>",
+    "<img src=x onerror=window.xss=1>",
+    '"',
+    "'",
+    "\u202e",
+    "\n",
+    "\t",
+    "\x00",
+    "\udce2",
+    "\ufffd",
+    "😀",
+    "👩\u200d🚀",
+    "$x$",
+    "<b>",
+    "<br>",
+    "&lt;",
+    "%{x}",
+    "\u0301",
+    "",
+    " ",
+    "   ",
+    "·",
+    "\u200b",
+    "שלום",
+    " Paris",
+    "Paris",
+    " Mary",
+    " John",
+    " a" * 30,
+    "{{ title }}",
+    "\\u003c",
+]
+
+SCORES = [
+    ("eigen_copying_ov", "Eigenvalue copying, residual space", "Copying", True, [-1, 1]),
+    ("eigen_copying_full", "Eigenvalue copying, vocabulary space", "Copying", True, [-1, 1]),
+    ("copying_embed_top1", "Rank copying, top 1, source W_E", "Copying", False, [0, 1]),
+    ("copying_embed_top10", "Rank copying, top 10, source W_E", "Copying", False, [0, 1]),
+    ("frobenius_norm", "Frobenius norm of OV", "Spectrum", False, None),
+    ("spectral_norm", "Spectral norm of OV", "Spectrum", False, None),
+    ("stable_rank", "Stable rank of OV", "Spectrum", False, None),
+    ("participation_ratio", "Participation ratio of OV", "Spectrum", False, None),
+    ("composition_k_z", "K-composition, largest z as sender", "Composition", True, None),
+]
+
+
+def packed(array: np.ndarray, dtype: str = "f2") -> dict[str, Any]:
+    scale = 1.0
+    if dtype == "u2":
+        scale = float(array.max()) / 65535 or 1.0
+        stored = np.round(array / scale).astype("<u2")
+    else:
+        stored = array.astype(f"<{dtype}")
+    return {
+        "dtype": dtype,
+        "shape": list(array.shape),
+        "scale": scale,
+        "data": base64.b64encode(stored.tobytes()).decode(),
+    }
+
+
+def make_payload(
+    n_layers: int = 4,
+    n_heads: int = 6,
+    n_kv_heads: int | None = None,
+    d_head: int = 16,
+    *,
+    prompt: bool | str = True,
+    embeddings: bool = True,
+    tokens: list[str] | None = None,
+    n_directions: int = 8,
+    n_top: int = 8,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """`prompt` is True, False, or "patterns" for a prompt without an answer."""
+    rng = np.random.default_rng(seed)
+    n_kv_heads = n_kv_heads or n_heads
+    n = n_layers * n_heads
+    tokens = list(tokens if tokens is not None else NASTY_TOKENS)
+
+    depth = np.repeat(np.linspace(0, 1, n_layers), n_heads)
+    copying = np.tanh(rng.normal(0.6 * depth - 0.2, 0.55))
+    values = {
+        "eigen_copying_ov": copying,
+        "eigen_copying_full": np.tanh(np.arctanh(copying) + rng.normal(0, 0.25, n)),
+        "copying_embed_top1": np.clip(copying, 0, 1) ** 2 * rng.uniform(0.6, 1, n),
+        "copying_embed_top10": np.clip(copying, 0, 1) ** 1.4 * rng.uniform(0.8, 1, n),
+        "frobenius_norm": np.exp(rng.normal(1 + depth, 0.35)),
+        "spectral_norm": np.exp(rng.normal(0.2 + depth, 0.3)),
+        "stable_rank": rng.uniform(2, d_head * 0.8, n),
+        "participation_ratio": rng.uniform(3, d_head, n),
+        "composition_k_z": rng.normal(0, 3, n),
+    }
+    lists: dict[str, list[float | None]] = {key: list(map(float, value)) for key, value in values.items()}
+    lists["composition_k_z"][-1] = None
+
+    def pairs() -> list[list[float]]:
+        chosen = rng.choice(len(tokens), size=n_top, replace=len(tokens) < n_top)
+        return [[int(t), float(v)] for t, v in zip(chosen, np.sort(rng.uniform(0.1, 2, n_top))[::-1], strict=True)]
+
+    cards = []
+    for head in range(n):
+        singular = (
+            np.sort(np.abs(rng.normal(0, 1, d_head)) * np.exp(-np.arange(d_head) / (d_head / 3)))[::-1]
+            * lists["frobenius_norm"][head]
+        )
+        energy = singular**2 / (singular**2).sum()
+        angles = rng.normal(0, 0.9, d_head // 2) + (0 if copying[head] > 0 else np.pi)
+        radii = rng.gamma(2, 0.4, d_head // 2)
+        eigen = [
+            [float(r * np.cos(a)), float(sign * r * np.sin(a))]
+            for r, a in zip(radii, angles, strict=True)
+            for sign in (1, -1)
+        ]
+        directions = [
+            {
+                "value": float(singular[k]),
+                "energy": float(energy[k]),
+                "separable": k != 1,
+                "reads": {"plus": pairs(), "minus": pairs()},
+                "writes": {"plus": pairs(), "minus": pairs()},
+            }
+            for k in range(min(n_directions, d_head))
+        ]
+        cards.append(
+            {
+                "singular_values": [float(v) for v in singular],
+                "eigenvalues_ov": eigen,
+                "eigenvalues_full": [[3 * re, 3 * im] for re, im in eigen] if embeddings else None,
+                "directions": directions if embeddings else None,
+            }
+        )
+
+    return {
+        "format": 1,
+        "title": "made-up <model> · ov_circuits",
+        "meta": {
+            "model": "made-up <model>",
+            "source": "/models/made-up",
+            "family": "llama" if n_kv_heads != n_heads else "gpt2",
+            "n_layers": n_layers,
+            "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads,
+            "d_model": n_heads * d_head,
+            "d_head": d_head,
+            "n_vocab": 50257,
+            "norm": "RMSNorm" if n_kv_heads != n_heads else "LayerNorm",
+            "positions": "rotary" if n_kv_heads != n_heads else "learned",
+            "tied": True,
+            "n_parameters": 134_515_008,
+            "view": "folded",
+            "view_note": "The reading norm's gain is folded into W_Q, W_K and W_V, the final norm's gain into W_U.",
+            "version": "0.1.0",
+            "certificate": {
+                "passed": True,
+                "checks": [
+                    {
+                        "name": "Sum of heads",
+                        "passed": True,
+                        "value": 3.1e-7,
+                        "limit": 1e-5,
+                        "detail": "heads' writes + b_O against attn_out, every layer and position",
+                    },
+                    {
+                        "name": "One token",
+                        "passed": True,
+                        "value": 8.2e-8,
+                        "limit": 1e-5,
+                        "detail": "attention is 1 on itself",
+                    },
+                    {
+                        "name": "Closed account",
+                        "passed": None,
+                        "value": None,
+                        "limit": 1e-4,
+                        "detail": "no prompt was given",
+                    },
+                ],
+            },
+            "notes": ["This model does not exist."],
+        },
+        "scores": [
+            {
+                "key": key,
+                "label": label,
+                "group": group,
+                "diverging": diverging,
+                "range": span,
+                "source": "Elhage et al. 2021",
+                "note": f"{label}: what it is, in a sentence that a reader can check against the definition.",
+            }
+            for key, label, group, diverging, span in SCORES
+        ],
+        "values": lists,
+        "cards": cards,
+        "tokens": tokens,
+        "prompt": make_prompt(rng, n_layers, n_heads, tokens, answered=prompt is True) if prompt else None,
+    }
+
+
+def make_prompt(
+    rng: np.random.Generator, n_layers: int, n_heads: int, tokens: list[str], *, answered: bool
+) -> dict[str, Any]:
+    words = [
+        "<|endoftext|>",
+        "When",
+        " Mary",
+        " and",
+        " John",
+        " went",
+        " to",
+        " the",
+        " store",
+        ",",
+        "\n",
+        " John",
+        " gave",
+        "<b>",
+        "\u202e",
+        " a",
+        " drink",
+        " to",
+    ]
+    n, t = n_layers * n_heads, len(words)
+    scores = rng.normal(0, 1.5, (n, t, t)) + np.where(np.arange(t) == 0, 2.0, 0.0)
+    scores = np.where(np.tril(np.ones((t, t), bool)), scores, -np.inf)
+    pattern = np.exp(scores - scores.max(-1, keepdims=True))
+    pattern /= pattern.sum(-1, keepdims=True)
+    arrays = {
+        "pattern": packed(pattern, "u2"),
+        "value_weighted": packed(pattern * rng.gamma(2, 1, (n, 1, t))),
+        "write_norm": packed(rng.gamma(3, 1, (n, t)), "f4"),
+    }
+    prompt = {"tokens": words, "ids": list(range(t)), "bos_added": True, "position": t - 1, **arrays}
+    if not answered:
+        return {**prompt, "answer": None, "against": None}
+    source = rng.normal(0, 0.12, (n, t)) * rng.gamma(0.5, 1, (n, 1))
+    head_value = source.sum(1)
+    components: list[dict[str, Any]] = [
+        {"component": "embedding", "layer": None, "value": 0.31},
+        {"component": "position", "layer": None, "value": -0.05},
+    ]
+    for layer in range(n_layers):
+        components += [
+            {
+                "component": "head",
+                "layer": layer,
+                "value": float(head_value[layer * n_heads : (layer + 1) * n_heads].sum()),
+            },
+            {"component": "value_bias", "layer": layer, "value": float(rng.normal(0, 0.02))},
+            {"component": "b_O", "layer": layer, "value": float(rng.normal(0, 0.05))},
+            {"component": "mlp", "layer": layer, "value": float(rng.normal(0.1, 0.3))},
+        ]
+    components.append({"component": "norm_bias", "layer": None, "value": 0.02})
+    total = sum(c["value"] for c in components)
+    return {
+        **prompt,
+        "answer": {"id": 5335, "token": " Mary"},
+        "against": {"id": 1757, "token": " John"},
+        "logit": total + 2.1e-6,
+        "total": total,
+        "residual": 2.1e-6,
+        "quantity": "logit difference ' Mary' \N{MINUS SIGN} ' John'",
+        "components": components,
+        "head_value": [float(v) for v in head_value],
+        "head_source": packed(source, "f4"),
+    }
