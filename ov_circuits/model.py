@@ -27,12 +27,11 @@ from ov_circuits.checkpoint.families import (
     Contents,
     Family,
     Role,
-    canonical_store,
     check_contents,
     family_of,
 )
 from ov_circuits.checkpoint.locate import Checkpoint
-from ov_circuits.checkpoint.stores import TensorStore
+from ov_circuits.checkpoint.stores import ReadOnce, TensorStore
 from ov_circuits.checkpoint.tokenizer import Tokenizer
 from ov_circuits.errors import CircuitsError
 from ov_circuits.folding import VIEW_NOTES, View, check_view, default_view, fold_reader, fold_reader_bias, fold_writer
@@ -165,8 +164,19 @@ class Model:
 
     @property
     def can_run(self) -> bool:
-        """Whether a prompt can be run: embeddings and MLPs are all there."""
-        return self._source.contents.embeddings and self._source.contents.mlps
+        """Whether a prompt can be run."""
+        return self.why_not_run is None
+
+    @property
+    def why_not_run(self) -> str | None:
+        """Why no prompt can be run, as the end of a sentence; None when one can."""
+        missing = self._source.contents.missing
+        if missing:
+            more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+            return f"the checkpoint lacks {missing[0]}{more}"
+        if not self.architecture.scale_scores:
+            return "its config says scale_attn_weights = false, which TransformerLens ignores when it runs a model"
+        return self._source.checkpoint.cannot_run
 
     def in_view(self, view: str) -> Model:
         """The same checkpoint in another weight view.
@@ -387,9 +397,10 @@ class Source:
         self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
         self.family: Family = family_of(checkpoint.config, checkpoint.where)
         self.architecture: Architecture = self.family.architecture(checkpoint.config)
-        self.store: TensorStore = canonical_store(checkpoint.store, self.family)
-        self.contents: Contents = check_contents(
-            self.store, self.family, self.architecture, checkpoint.config, checkpoint.where
+        self.store: TensorStore
+        self.contents: Contents
+        self.store, self.contents = check_contents(
+            checkpoint.store, self.family, self.architecture, checkpoint.config, checkpoint.where
         )
         self._layers: OrderedDict[tuple[int, View], Layer] = OrderedDict()
 
@@ -405,13 +416,14 @@ class Source:
 
     def _read_layer(self, index: int, view: View) -> Layer:
         a = self.architecture
+        store = ReadOnce(self.store)  # a fused qkv is one tensor for three projections
         gain, norm_bias = self._norm(self.family.attention_norm.format(layer=index))
 
         def reader(role: Role, heads: int) -> tuple[Tensor, Tensor | None]:
             """A reading matrix split into heads, its norm folded in as the view says."""
             projection = self.family.projections[role]
-            matrix = projection.weight(self.store, index)
-            bias = projection.bias(self.store, index)
+            matrix = projection.weight(store, index)
+            bias = projection.bias(store, index)
             W = rearrange(matrix, "d_model (head d_head) -> head d_model d_head", head=heads)
             b = None if bias is None else rearrange(bias, "(head d_head) -> head d_head", head=heads)
             return fold_reader(W, gain, view), fold_reader_bias(b, W, norm_bias, view)
@@ -420,10 +432,8 @@ class Source:
         W_K, b_K = reader("K", a.n_kv_heads)
         W_V, b_V = reader("V", a.n_kv_heads)
         output = self.family.projections["O"]
-        W_O = rearrange(
-            output.weight(self.store, index), "(head d_head) d_model -> head d_head d_model", head=a.n_heads
-        )
-        b_O = output.bias(self.store, index)
+        W_O = rearrange(output.weight(store, index), "(head d_head) d_model -> head d_head d_model", head=a.n_heads)
+        b_O = output.bias(store, index)
         return Layer(
             index=index,
             W_Q=W_Q,

@@ -101,10 +101,7 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
     raw = model.in_view("raw")
     checks = [_check_spectra(model)]
     if not raw.can_run:
-        missing = raw.source.contents.missing
-        why = f"no forward pass possible: the checkpoint lacks {missing[0]}" + (
-            f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
-        )
+        why = f"no forward pass possible: {raw.why_not_run}"
         names = ("sum of heads", "one token", "query-key pattern", "ledger")
         checks += [Check(name, None, None, None, why) for name in names]
         return Certificate(model.name, tuple(checks))
@@ -146,7 +143,9 @@ def _check_pattern(trace: Trace) -> Check:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        return Check("query-key pattern", None, None, None, f"rotary positions of kind {kind!r} are not recomputed here")
+        return Check(
+            "query-key pattern", None, None, None, f"rotary positions of kind {kind!r} are not recomputed here"
+        )
     positions = torch.arange(len(trace))
     theta = trace.model.architecture.rope_theta
 
@@ -209,7 +208,11 @@ def _worst(name: str, trace: Trace, error: Callable[[int, Layer], Tensor], limit
     layer = int(torch.nan_to_num(errors, nan=math.inf).argmax())
     value = float(errors[layer])
     return Check(
-        name, value <= limit, value, limit, f"{len(errors)} layers, {len(trace)} positions; largest error at layer {layer}"
+        name,
+        value <= limit,
+        value,
+        limit,
+        f"{len(errors)} layers, {len(trace)} positions; largest error at layer {layer}",
     )
 
 

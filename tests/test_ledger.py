@@ -79,7 +79,9 @@ def test_skipping_the_final_gain_or_normalising_parts_alone_gives_another_accoun
     column = (source.unembedding[:, account.attrs["answer"]] - source.unembedding[:, account.attrs["against"]]).double()
     scale = account.attrs["scale"]
     record = trace.record
-    parts = [record.embedding[-1]] + [x[-1] for layer in record.layers for x in (layer.attention_output, layer.mlp_output)]
+    parts = [record.embedding[-1]] + [
+        x[-1] for layer in record.layers for x in (layer.attention_output, layer.mlp_output)
+    ]
     parts = torch.stack(parts).double()
     gamma = source.final_gain.double()
     right = float(((parts / scale) * gamma @ column).sum())
@@ -99,7 +101,9 @@ def test_zeroing_one_heads_write_at_the_frozen_scale_changes_the_logit_by_its_en
 
     def logit(stream):
         centred = stream - stream.mean()
-        return float((centred / account.attrs["scale"] * source.final_gain.double() + source.final_bias.double()) @ column)
+        return float(
+            (centred / account.attrs["scale"] * source.final_gain.double() + source.final_bias.double()) @ column
+        )
 
     stream = trace.record.final[-1].double()
     for index in range(model.n_heads):
@@ -152,7 +156,9 @@ def test_heads_attributions_are_those_of_transformer_lens_with_folded_gains(mode
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2-char", "gpt-nano-sort", "stories260k"])
-def test_heads_attributions_are_transformer_lens_heads_at_its_scale_through_the_final_gain(models_dir, accounts, reference, name):
+def test_heads_attributions_are_transformer_lens_heads_at_its_scale_through_the_final_gain(
+    models_dir, accounts, reference, name
+):
     """Without processing, TransformerLens leaves the final gain out (the trap): here it is put in by hand."""
     _, trace, account = accounts(models_dir / name)
     _, cache = transformer_bridge(models_dir / name).run_with_cache(torch.tensor([trace.tokens]))

@@ -56,7 +56,7 @@ def test_cards_hold_spectra_and_both_ends_of_directions(story):
 
 
 def test_the_prompt_part_is_the_trace_and_its_ledger(story):
-    model, trace, payload = story
+    _, trace, payload = story
     prompt, account = payload["prompt"], trace.ledger(" little", " big")
     assert prompt["tokens"] == list(trace.texts) and prompt["bos_added"]
     assert prompt["quantity"] == "logit difference ' little' - ' big'"

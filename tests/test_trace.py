@@ -66,7 +66,9 @@ def test_heads_writes_and_b_O_add_up_to_transformers_attention_output(traceable_
         assert error.max() <= 1e-5, f"layer {layer}"
 
 
-def test_a_write_is_the_heads_slots_of_the_projections_input_through_its_block(traceable_folder, traced, reference, assert_close):
+def test_a_write_is_the_heads_slots_of_the_projections_input_through_its_block(
+    traceable_folder, traced, reference, assert_close
+):
     model, trace, theirs = traced(traceable_folder)
     ref = reference(traceable_folder)
     for head in model.heads():
@@ -83,7 +85,9 @@ def test_source_writes_and_the_value_bias_add_up_to_the_write(traceable_folder, 
         assert_close(parts.sum(0) + trace.value_bias_write(head), trace.write(head), 1e-5)
 
 
-def test_a_source_write_is_attention_times_the_value_of_that_source_without_its_bias(traceable_folder, traced, reference, assert_close):
+def test_a_source_write_is_attention_times_that_sources_value_without_its_bias(
+    traceable_folder, traced, reference, assert_close
+):
     model, trace, theirs = traced(traceable_folder)
     ref = reference(traceable_folder)
     for head in model.heads():
@@ -95,7 +99,9 @@ def test_a_source_write_is_attention_times_the_value_of_that_source_without_its_
         assert_close(trace.head_writes(head), expected, 1e-5)
 
 
-def test_the_value_bias_is_written_at_every_position_whatever_is_attended(traceable_folder, traced, reference, assert_close):
+def test_the_value_bias_is_written_at_every_position_whatever_is_attended(
+    traceable_folder, traced, reference, assert_close
+):
     model, trace, _ = traced(traceable_folder)
     ref = reference(traceable_folder)
     for head in model.heads():

@@ -6,7 +6,7 @@ are in head-major order. What a head is, is decided in :mod:`ov_circuits.model` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -343,8 +343,10 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     )
 
 
-def canonical_store(store: TensorStore, family: Family) -> TensorStore:
-    """The store with the family's optional prefix taken off every name.
+def canonical_store(store: TensorStore, family: Family, wanted: Collection[str]) -> TensorStore:
+    """The wanted tensors of a store, the family's optional prefix taken off their names.
+
+    Whatever else lies in the file is hidden, as transformers ignores it: mask buffers, or biases that the config rules out.
 
     Raises:
         CircuitsError: a tensor is there under both of its names.
@@ -352,6 +354,8 @@ def canonical_store(store: TensorStore, family: Family) -> TensorStore:
     names: dict[str, str] = {}
     for name in store.names():
         short = name.removeprefix(family.prefix)
+        if short not in wanted:
+            continue
         if short in names:
             raise CircuitsError(
                 f"{store.origin(name)} holds both {names[short]} and {name}, which are names of the same tensor: "
@@ -372,17 +376,21 @@ class Contents:
 
 def check_contents(
     store: TensorStore, family: Family, architecture: Architecture, config: Mapping[str, Any], where: str
-) -> Contents:
+) -> tuple[TensorStore, Contents]:
     """Compare the headers with the config: every attention tensor must be there, all that is there must have its shape.
+
+    Returns:
+        The tensors of this architecture under their canonical names, and what they amount to.
 
     Raises:
         CircuitsError: an attention tensor is missing, or a shape contradicts the config.
     """
     shapes = family.shapes(architecture, config)
-    unembedding = {
-        f"{family.unembed}.weight": (architecture.n_vocab, architecture.d_model)
-    }  # stored though tied, at times
-    for name, expected in (shapes.attention | shapes.embeddings | shapes.mlps | unembedding).items():
+    # Some files store an unembedding though the config ties it.
+    unembedding = {f"{family.unembed}.weight": (architecture.n_vocab, architecture.d_model)}
+    wanted = shapes.attention | shapes.embeddings | shapes.mlps | unembedding
+    store = canonical_store(store, family, wanted)
+    for name, expected in wanted.items():
         if name in store and store.shape(name) != expected:
             raise CircuitsError(
                 f"tensor {name} in {store.origin(name)} has shape {list(store.shape(name))}, but the config of {where} "
@@ -397,7 +405,8 @@ def check_contents(
         )
     lacking_embeddings = [name for name in shapes.embeddings if name not in store]
     lacking_mlps = [name for name in shapes.mlps if name not in store]
-    return Contents(not lacking_embeddings, not lacking_mlps, tuple(lacking_embeddings + lacking_mlps))
+    contents = Contents(not lacking_embeddings, not lacking_mlps, tuple(lacking_embeddings + lacking_mlps))
+    return store, contents
 
 
 class _Config:

@@ -42,6 +42,7 @@ class GGUFStore(TensorStore):
 
     Attributes:
         config: what the metadata says, under the keys of a Hugging Face ``config.json``.
+        cannot_run: set when the file scales rotary frequencies: the weights are right, a run would attend otherwise.
     """
 
     def __init__(self, file: Path) -> None:
@@ -59,7 +60,9 @@ class GGUFStore(TensorStore):
             name = _hugging_face_name(tensor.name)
             if name is not None:
                 self._tensors[name] = tensor
+        self.cannot_run = _scaled_rotary(reader)
         self.config = _config(reader, file, tied="lm_head.weight" not in self._tensors)
+        self.config["attention_bias"] = any(name.endswith("_proj.bias") for name in self._tensors)
 
     def names(self) -> Sequence[str]:
         return list(self._tensors)
@@ -92,7 +95,7 @@ class GGUFStore(TensorStore):
 
 
 def unpermute_rotary(rows: Tensor, n_heads: int) -> Tensor:
-    """Interleaved rotary pairs (x0 y0 x1 y1 ..) -> halves (x0 x1 .. y0 y1 ..), within each head's rows of [n_heads * d_head, ..]."""
+    """Interleaved rotary pairs (x0 y0 x1 y1 ..) -> halves (x0 x1 .. y0 y1 ..), within each head of [n_heads * d_head, ..]."""
     return rows.unflatten(0, (n_heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
@@ -102,6 +105,14 @@ def _hugging_face_name(name: str) -> str | None:
     parts = name.split(".")
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
         return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{parts[3]}"
+    return None
+
+
+def _scaled_rotary(reader: Any) -> str | None:
+    scaling = next((f for name, f in reader.fields.items() if name.endswith(".rope.scaling.type")), None)
+    scaled = scaling is not None and scaling.contents() != "none"
+    if scaled or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        return "this GGUF file scales its rotary frequencies, which is not carried over: run its safetensors checkpoint"
     return None
 
 

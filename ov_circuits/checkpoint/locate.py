@@ -46,6 +46,7 @@ class Checkpoint:
         store: the tensors, under the names of the file.
         folder: the folder that transformers can open, when there is one.
         gguf: the GGUF file, when it is one.
+        cannot_run: why no prompt can be run on it, when something in the file is known not to carry over.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Checkpoint:
     store: TensorStore = field(repr=False)
     folder: Path | None = None
     gguf: Path | None = None
+    cannot_run: str | None = None
 
 
 def open_checkpoint(name: str | os.PathLike[str] | None = None, revision: str | None = None) -> Checkpoint:
@@ -153,7 +155,7 @@ def _open_file(file: Path, name: str | None) -> Checkpoint:
         from ov_circuits.checkpoint.gguf_store import GGUFStore
 
         store = GGUFStore(file)
-        return Checkpoint(name, str(file), store.config, store, gguf=file)
+        return Checkpoint(name, str(file), store.config, store, gguf=file, cannot_run=store.cannot_run)
     if file.suffix == ".safetensors":
         return Checkpoint(name, str(file), read_config(file.parent), SafetensorsStore([file]), folder=file.parent)
     if file.suffix in (".bin", ".pt", ".pth"):

@@ -229,6 +229,31 @@ class RenamedStore(TensorStore):
         return self._store._read(self._map[name])
 
 
+class ReadOnce(TensorStore):
+    """A store that reads each tensor once, for as long as this object lives."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._read_tensors: dict[str, Tensor] = {}
+
+    def names(self) -> Sequence[str]:
+        return self._store.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._store.shape(name)
+
+    def dtype(self, name: str) -> str:
+        return self._store.dtype(name)
+
+    def origin(self, name: str) -> str:
+        return self._store.origin(name)
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self._read_tensors:
+            self._read_tensors[name] = self._store.read(name)
+        return self._read_tensors[name]
+
+
 def read_shard_index(index: Path) -> list[Path]:
     """The shard files that a ``*.index.json`` names, each of which must lie beside it.
 

@@ -45,14 +45,18 @@ class Tokenizer:
             return cls(_read_backend(file), _bos_id(folder, config, file))
         if any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
             return cls.of_transformers(_auto_tokenizer(folder), config)
-        raise CircuitsError(f"{folder} has no tokenizer (no tokenizer.json): use token ids, or copy the tokenizer there")
+        raise CircuitsError(
+            f"{folder} has no tokenizer (no tokenizer.json): use token ids, or copy the tokenizer there"
+        )
 
     @classmethod
     def of_transformers(cls, tokenizer: Any, config: Mapping[str, Any]) -> Tokenizer:
         """From a transformers tokenizer in memory (a fast one)."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise CircuitsError(f"{type(tokenizer).__name__} is no fast tokenizer: convert it to a tokenizer.json first")
+            raise CircuitsError(
+                f"{type(tokenizer).__name__} is no fast tokenizer: convert it to a tokenizer.json first"
+            )
         bos = tokenizer.bos_token_id
         return cls(backend, config.get("bos_token_id") if bos is None else bos)
 
@@ -61,7 +65,7 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def text(self, token: int) -> str:
-        """A token as text; bytes that are no valid UTF-8 on their own come as ``⟨E2⟩``. Ids beyond the vocabulary as ``⟨id 50300⟩``."""
+        """A token as text; bytes that are no UTF-8 on their own come as ``⟨E2⟩``, ids past the vocabulary as ``⟨id 50300⟩``."""
         piece = self._backend.id_to_token(int(token))
         if piece is None:
             return f"⟨id {int(token)}⟩"

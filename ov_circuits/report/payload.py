@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -105,7 +105,9 @@ def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str]) -> 
     if not_finite:
         notes.append(f"Weights of these heads hold NaN or infinity, so they have no scores: {', '.join(not_finite)}.")
     if not model.has_embeddings:
-        notes.append("The checkpoint holds no embeddings: scores and tokens that pass through the vocabulary are left out.")
+        notes.append(
+            "The checkpoint holds no embeddings: scores and tokens that pass through the vocabulary are left out."
+        )
     if a.positions == "rotary":
         notes.append("Rotary positions: QK numbers are those of offset 0, one of many.")
     return {
@@ -120,7 +122,7 @@ def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str]) -> 
         "n_vocab": a.n_vocab,
         "norm": a.norm,
         "positions": a.positions,
-        "tied": a.tied,
+        "tied": model.has_embeddings and model.source.tied,
         "n_parameters": store.n_parameters,
         "view": model.view,
         "view_note": model.view_note,
@@ -250,10 +252,10 @@ def _components(account: pd.DataFrame) -> list[dict[str, Any]]:
     """The account, heads and sources summed, in the order of the stream."""
     named = account.assign(component=account["component"].where(account["kind"] != "value_bias", "value_bias"))
     named = named.assign(component=named["component"].replace({"attention_bias": "b_O", "final_norm": "norm_bias"}))
-    summed = named.groupby(["layer", "component"], dropna=False, sort=False)["value"].sum()
+    summed = named.groupby(["layer", "component"], dropna=False, sort=False)["value"].sum().reset_index()
     return [
         {"component": component, "layer": None if pd.isna(layer) else int(layer), "value": float(value)}
-        for (layer, component), value in summed.items()
+        for layer, component, value in summed.itertuples(index=False)
     ]
 
 
@@ -286,15 +288,16 @@ def _complex(values: Tensor) -> list[list[float | None]]:
 
 def _array(values: Tensor | NDArray[np.float32], dtype: str) -> dict[str, Any]:
     """A tensor as base64: ``u2`` is a fraction of the largest value in 65,535 steps, ``f2`` is scaled to keep half precision."""
-    data = np.asarray(values)
+    data: NDArray[np.float32] = np.asarray(values, dtype=np.float32)
     largest = float(np.abs(data).max(initial=0.0)) or 1.0
     if dtype == "u2":
-        scale, packed = largest / 65535, np.rint(data / (largest / 65535)).astype("<u2")
+        scale = largest / 65535
+        packed = np.rint(data / scale).astype("<u2").tobytes()
     elif dtype == "f2":
-        scale, packed = largest, (data / largest).astype("<f2")
+        scale, packed = largest, (data / largest).astype("<f2").tobytes()
     else:
-        scale, packed = 1.0, data.astype("<f4")
-    return {"dtype": dtype, "shape": list(data.shape), "scale": scale, "data": base64.b64encode(packed.tobytes()).decode()}
+        scale, packed = 1.0, data.astype("<f4").tobytes()
+    return {"dtype": dtype, "shape": list(data.shape), "scale": scale, "data": base64.b64encode(packed).decode()}
 
 
 def head_card(head: Head) -> dict[str, Any]:
@@ -304,6 +307,7 @@ def head_card(head: Head) -> dict[str, Any]:
     for direction in card["directions"] or []:
         for side in ("reads", "writes"):
             direction[side] = {
-                end: [[texts.table[int(index)], value] for index, value in rows] for end, rows in direction[side].items()
+                end: [[texts.table[int(index)], value] for index, value in rows]
+                for end, rows in direction[side].items()
             }
     return card

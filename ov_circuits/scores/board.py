@@ -246,7 +246,9 @@ def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int)
         found = directions(model, layer, k=1, tokens=tokens)
         ends = (found.reads.plus, found.writes.plus, found.reads.minus, found.writes.minus)
         for name, ids in zip(TOKEN_COLUMNS, ends, strict=True):
-            columns[name] = [token_list(model, row) if ok else [] for row, ok in zip(ids[:, 0].tolist(), finite, strict=True)]
+            columns[name] = [
+                token_list(model, row) if ok else [] for row, ok in zip(ids[:, 0].tolist(), finite, strict=True)
+            ]
     return pd.DataFrame(columns)
 
 

@@ -84,7 +84,9 @@ def record(model: Model, tokens: Sequence[int]) -> Record:
     bridge = bridge_of(model)
     layers = range(model.n_layers)
     hooks = {f"blocks.{layer}.{hook}" for layer in layers for hook in _LAYER_HOOKS.values()}
-    hooks |= {"hook_embed", "ln_final.hook_in"} | ({"hook_pos_embed"} if model.architecture.positions == "learned" else set())
+    hooks |= {"hook_embed", "ln_final.hook_in"} | (
+        {"hook_pos_embed"} if model.architecture.positions == "learned" else set()
+    )
     device = next(bridge.original_model.parameters()).device
     with torch.inference_mode():
         logits, cache = bridge.run_with_cache(torch.tensor([list(tokens)], device=device), names_filter=sorted(hooks))
@@ -114,21 +116,17 @@ def record(model: Model, tokens: Sequence[int]) -> Record:
 def check_tokens(model: Model, tokens: Sequence[int]) -> None:
     """Raise a CircuitsError unless these ids can be run."""
     a = model.architecture
-    if not model.can_run:
-        missing = model.source.contents.missing
+    if model.why_not_run is not None:
         raise CircuitsError(
-            f"{model.name} cannot run a prompt: its checkpoint lacks {missing[0]} and {len(missing) - 1} more tensors. "
+            f"{model.name} cannot run a prompt: {model.why_not_run}. "
             "Weight-only commands (heads, head, split, report without --prompt) work"
-        )
-    if not a.scale_scores:
-        raise CircuitsError(
-            f"{model.name} has scale_attn_weights = false, which TransformerLens ignores when it runs a model: the trace would "
-            "be another model's. Weight-only commands are right for it"
         )
     if len(tokens) == 0:
         raise CircuitsError("the prompt is empty: give it at least one token")
     if len(tokens) > a.n_ctx:
-        raise CircuitsError(f"the prompt is {len(tokens)} tokens long and {model.name} reads at most {a.n_ctx}: shorten it")
+        raise CircuitsError(
+            f"the prompt is {len(tokens)} tokens long and {model.name} reads at most {a.n_ctx}: shorten it"
+        )
     outside = [token for token in tokens if not 0 <= token < a.n_vocab]
     if outside:
         raise CircuitsError(f"token id {outside[0]} is outside the vocabulary of {model.name} (0 to {a.n_vocab - 1})")
@@ -161,7 +159,7 @@ def _build_bridge(model: Model) -> Any:
 
 
 def _placeholder_tokenizer() -> Any:
-    """A tokenizer of one word. Without any, the bridge would look for one elsewhere; prompts reach it as ids, so it is never used."""
+    """A tokenizer of one word: without any, the bridge would look for one elsewhere. Prompts reach it as ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

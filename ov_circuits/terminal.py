@@ -1,0 +1,306 @@
+"""What the commands print: results to standard output, words on what is going on to standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ov_circuits.errors import CircuitsError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console, JustifyMethod
+
+    from ov_circuits.checkpoint.census import Census
+    from ov_circuits.model import Head, Model
+    from ov_circuits.trace.trace import Trace
+    from ov_circuits.verify import Certificate
+
+# What fits on a terminal; a file or --json gets every column.
+_SHOWN_SCORES = ("eigen_copying_ov", "eigen_copying_full", "ov_frobenius_norm", "ov_stable_rank")
+_SHOWN_TOKENS = 3
+_PIPE_WIDTH = 160
+
+
+def checkpoint_facts(label: str, found: Census, stored: Model | None) -> dict[str, Any]:
+    """What ``inspect`` knows, ready for JSON."""
+    a = found.architecture
+    shapes: dict[str, list[int]] = {
+        "W_Q": [a.n_heads, a.d_model, a.d_head],
+        "W_K": [a.n_kv_heads, a.d_model, a.d_head],
+        "W_V": [a.n_kv_heads, a.d_model, a.d_head],
+        "W_O": [a.n_heads, a.d_head, a.d_model],
+    }
+    for role in found.biases:
+        shapes[f"b_{role}"] = [a.d_model] if role == "O" else [shapes[f"W_{role}"][0], a.d_head]
+    facts: dict[str, Any] = {
+        "model": label,
+        "family": a.family,
+        "layers": a.n_layers,
+        "heads": a.n_heads,
+        "kv_heads": a.n_kv_heads,
+        "heads_per_kv_head": a.group_size,
+        "d_model": a.d_model,
+        "d_head": a.d_head,
+        "d_mlp": a.d_mlp,
+        "vocabulary": a.n_vocab,
+        "context": a.n_ctx,
+        "norm": a.norm,
+        "norm_eps": a.norm_eps,
+        "positions": a.positions if a.rope_theta is None else f"{a.positions}, theta {a.rope_theta:g}",
+        "tied_unembedding": a.tied,
+        "shapes": shapes,
+        "parameters": found.n_parameters,
+        "W_O": {
+            "per_layer": found.output_per_layer,
+            "all_layers": found.output_total,
+            "percent_of_model": 100 * found.output_share,
+        },
+    }
+    if stored is None:
+        return facts | {"holds": "a config alone, no weights"}
+    return facts | {"holds": _holdings(stored), "default_view": stored.view}
+
+
+def _holdings(model: Model) -> str:
+    source = model.source
+    dtypes = " and ".join(sorted({source.store.dtype(name) for name in source.store.names()}))
+    missing = source.contents.missing
+    if not missing:
+        return f"all tensors, stored as {dtypes}"
+    return f"{source.store.n_parameters:,} numbers, stored as {dtypes}; {len(missing)} tensors are absent ({missing[0]}, ..)"
+
+
+def print_checkpoint(facts: dict[str, Any]) -> None:
+    """What :func:`checkpoint_facts` found."""
+    output = facts["W_O"]
+    heads = f"{facts['heads']} a layer"
+    if facts["heads_per_kv_head"] > 1:
+        heads += f" on {facts['kv_heads']} key/value heads ({facts['heads_per_kv_head']} share one)"
+    rows = [
+        ("family", facts["family"]),
+        ("layers", str(facts["layers"])),
+        ("heads", heads),
+        ("d_model, d_head, d_mlp", f"{facts['d_model']}, {facts['d_head']}, {facts['d_mlp']}"),
+        ("vocabulary", f"{facts['vocabulary']:,}, unembedding {'tied' if facts['tied_unembedding'] else 'of its own'}"),
+        ("context", f"{facts['context']:,} positions ({facts['positions']})"),
+        ("norm", f"{facts['norm']}, eps {facts['norm_eps']:.3g}"),
+        *((name, f"{shape}") for name, shape in facts["shapes"].items()),
+        ("parameters", f"{facts['parameters']:,} ({_short(facts['parameters'])})"),
+        (
+            "W_O",
+            f"{_short(output['per_layer'])} a layer, {_short(output['all_layers'])} in all layers, "
+            f"{output['percent_of_model']:.1f} % of the model",
+        ),
+        ("holds", facts["holds"]),
+    ]
+    if "default_view" in facts:
+        rows.append(("view", f"{facts['default_view']} unless --view says otherwise"))
+    _print_table(facts["model"], None, rows, "ll")
+
+
+def sort_heads(frame: pd.DataFrame, key: str | None, ascending: bool) -> pd.DataFrame:
+    """Rows by a column, undefined scores last; as they are without a key.
+
+    Raises:
+        CircuitsError: there is no such column of numbers.
+    """
+    if key is None:
+        return frame
+    numeric = frame.select_dtypes("number").columns
+    if key not in numeric:
+        raise CircuitsError(f"cannot sort by {key!r}; choose one of {', '.join(numeric)}")
+    return frame.sort_values(key, ascending=ascending, kind="stable", na_position="last")
+
+
+def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, sort: str | None) -> None:
+    """The scoreboard: the scores that were asked for, or the few that fit, and the one it is sorted by."""
+    shown = [name for name in (names or _SHOWN_SCORES) if name in frame.columns]
+    if sort is not None and sort not in (*shown, "head", "layer", "index", "kv_head"):
+        shown.append(sort)
+    token_columns = [name for name in ("reads_plus", "writes_plus") if name in frame.columns and names is None]
+    rows = [
+        (
+            str(row["head"]),
+            *(_number(row[name]) for name in shown),
+            *(_tokens(row[name][:_SHOWN_TOKENS]) for name in token_columns),
+        )
+        for row in frame.to_dict("records")
+    ]
+    # Spaces for underscores: a narrow terminal folds at words.
+    titles = [name.replace("_", " ") for name in ("head", *shown, *token_columns)]
+    _print_table(f"{model.name}, view {model.view}", titles, rows, "l" + "r" * len(shown))
+
+
+def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
+    """What ``head`` knows, ready for JSON."""
+    from ov_circuits.scores.board import SCORES, LayerCircuits
+    from ov_circuits.scores.directions import directions, token_list
+
+    model = head.model
+    circuits = LayerCircuits(model, head.layer)
+    possible = [score for score in SCORES.values() if model.has_embeddings or not score.needs_embeddings]
+    facts: dict[str, Any] = {
+        "model": model.name,
+        "view": model.view,
+        "head": head.label,
+        "kv_head": head.kv_head,
+        "shapes": {name: list(getattr(head, name).shape) for name in ("W_Q", "W_K", "W_V", "W_O")},
+        "scores": {score.key: float(score.compute(circuits)[head.index]) for score in possible},
+        "singular_values": head.ov.singular_values.tolist(),
+        "directions": [],
+    }
+    if not model.has_embeddings:
+        return facts
+    found = directions(model, head.layer, k=n_directions, tokens=n_tokens)
+    ends = {"reads": found.reads, "writes": found.writes}
+    for k in range(found.values.shape[-1]):
+        direction: dict[str, Any] = {
+            "value": float(found.values[head.index, k]),
+            "energy": float(found.energy[head.index, k]),
+            "separable": bool(found.separable[head.index, k]),
+        }
+        for side, end in ends.items():
+            direction[f"{side}_plus"] = token_list(model, end.plus[head.index, k].tolist())
+            direction[f"{side}_minus"] = token_list(model, end.minus[head.index, k].tolist())
+        facts["directions"].append(direction)
+    return facts
+
+
+def print_head(facts: dict[str, Any]) -> None:
+    """What :func:`head_facts` found."""
+    title = f"{facts['model']}, head {facts['head']} (key/value head {facts['kv_head']}), view {facts['view']}"
+    values = facts["singular_values"]
+    shown = ", ".join(_number(value) for value in values[:8]) + (
+        f", .. {_number(values[-1])}" if len(values) > 8 else ""
+    )
+    rows: list[tuple[str, ...]] = [(name, f"{shape}") for name, shape in facts["shapes"].items()]
+    rows += [(name, _number(value)) for name, value in facts["scores"].items()]
+    _print_table(title, None, [*rows, (f"{len(values)} singular values", shown)], "ll")
+    if not facts["directions"]:
+        note("no embeddings in this checkpoint: singular directions cannot be read as tokens")
+        return
+    rows = []
+    for number, found in enumerate(facts["directions"], start=1):
+        gap = "" if found["separable"] else " ~"
+        first = (f"{number}{gap}", _number(found["value"]), f"{100 * found['energy']:.1f} %")
+        rows.append((*first, "+", _tokens(found["reads_plus"]), _tokens(found["writes_plus"])))
+        rows.append(("", "", "", "-", _tokens(found["reads_minus"]), _tokens(found["writes_minus"])))
+    columns = ("pair", "value", "energy", "end", "what excites it", "what is then written")
+    _print_table("Leading singular pairs of W_V W_O, both ends", columns, rows, "lrrlll")
+    if any(not found["separable"] for found in facts["directions"]):
+        note("~ nearly equal to its neighbour: only the span of the two means something")
+
+
+def print_certificate(certificate: Certificate) -> None:
+    """The checks of ``verify``."""
+    words = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("not possible", "yellow")}
+    rows = [
+        (_styled(*words[check.passed]), check.name, _number(check.value), _number(check.limit), check.detail)
+        for check in certificate.checks
+    ]
+    _print_table(f"{certificate.model}: {certificate.summary}", ("", "check", "error", "limit", ""), rows, "llrrl")
+
+
+def print_account(frame: pd.DataFrame, trace: Trace, top: int) -> None:
+    """A ledger: the sum beside the model's own number, by component, and its strongest heads."""
+    attrs = frame.attrs
+    bos = "BOS added" if attrs["bos_added"] else "no BOS added"
+    print_plain = stdout().print
+    print_plain(f"{trace.model.name} on {_tokens(list(trace.texts))} ({bos})", markup=False, highlight=False)
+    print_plain(
+        f"{attrs['quantity']}: model {attrs['logit']:.5f}, account {attrs['total']:.5f}, residual {attrs['residual']:.1e}",
+        markup=False,
+        highlight=False,
+        style="bold",
+    )
+    kinds = frame.groupby(["component", "kind"], sort=False)["value"].agg(["sum", "size"])
+    rows: list[tuple[str, ...]]
+    rows = [(str(c), str(kind), str(size), f"{value:+.4f}") for (c, kind), value, size in kinds.itertuples()]
+    _print_table("Components", ("component", "kind", "entries", "value"), rows, "llrr")
+    entries = frame[frame["component"] == "head"]
+    totals = entries.groupby("head", sort=False)["value"].sum().sort_values(key=abs, ascending=False).head(top)
+    rows = [(str(label), f"{value:+.4f}", _strongest_source(entries, trace, label)) for label, value in totals.items()]
+    _print_table(f"{len(rows)} strongest heads", ("head", "value", "strongest source"), rows, "lrl")
+
+
+def _strongest_source(entries: pd.DataFrame, trace: Trace, head: Any) -> str:
+    moved = entries[(entries["head"] == head) & (entries["kind"] == "value_path")]
+    row = moved.loc[moved["value"].abs().idxmax()]
+    return f"{row['value']:+.4f} from {trace.texts[int(row['source'])]!r} at {row['source']}"
+
+
+def _tokens(texts: Sequence[str]) -> str:
+    """Token texts as Python would spell them: a leading space and control characters can be seen."""
+    return " ".join(repr(text) for text in texts)
+
+
+def _number(value: float | None) -> str:
+    """Four digits, or a dash."""
+    return "-" if value is None or value != value else f"{value:.4g}"
+
+
+def _short(n: int) -> str:
+    """16777216 -> ``16.8 M``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if n >= size:
+            return f"{n / size:.1f} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
+    return str(n)
+
+
+def _styled(text: str, style: str) -> Any:
+    from rich.text import Text
+
+    return Text(text, style=style)
+
+
+def _print_table(title: str, columns: Sequence[str] | None, rows: Sequence[Sequence[Any]], align: str) -> None:
+    """A rich table; texts are taken literally, never as markup. ``align`` holds l or r a column, l when it is short."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_header=columns is not None,
+    )
+    for i, name in enumerate(columns or ("", "")):
+        # On a narrow terminal long names and texts are folded, numbers and the first column never.
+        fixed = i == 0 or align[i : i + 1] == "r"
+        least = max((Text(cell).cell_len for row in rows if isinstance(cell := row[i], str)), default=0) if fixed else 0
+        justify: JustifyMethod = "right" if align[i : i + 1] == "r" else "left"
+        table.add_column(Text(name), justify=justify, min_width=least, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    stdout().print(table)
+
+
+def print_json(value: Any) -> None:
+    """JSON to standard output."""
+    from ov_circuits.report.tables import dumps
+
+    print(dumps(value))
+
+
+def note(text: str) -> None:
+    """A word on what is going on, to standard error."""
+    stderr().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def stdout() -> Console:
+    """Where results go."""
+    from rich.console import Console
+
+    # In a pipe rich would assume 80 columns and fold numbers; a terminal says its own width.
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+
+
+def stderr() -> Console:
+    """Where words go."""
+    from rich.console import Console
+
+    return Console(stderr=True)
