@@ -97,7 +97,7 @@ def test_known_heads_of_real_models_score_as_known(tiny_gpt2_char, gpt_nano_sort
 
 
 def test_scores_can_be_chosen_and_unknown_ones_name_the_nearest(tiny_gpt2_char, gpt2_small_attention):
-    board = ov.scoreboard(ov.load(tiny_gpt2_char), ["ov_stable_rank"], tokens=0)
+    board = ov.scoreboard(ov.load(tiny_gpt2_char), ["ov_stable_rank"], tokens=0, nulls=False)
     assert list(board.columns) == ["head", "layer", "index", "kv_head", "ov_stable_rank"]
     with pytest.raises(CircuitsError, match="did you mean 'ov_stable_rank'"):
         ov.scoreboard(ov.load(tiny_gpt2_char), ["ov_stabel_rank"])

@@ -257,6 +257,11 @@ def _llama_shapes(a: Architecture, config: Mapping[str, Any]) -> Shapes:
             f"layers.{i}.mlp.up_proj.weight": (a.d_mlp, a.d_model),
             f"layers.{i}.mlp.down_proj.weight": (a.d_model, a.d_mlp),
         }
+        if config.get("mlp_bias"):
+            mlps |= {
+                f"layers.{i}.mlp.{p}_proj.bias": (n,)
+                for p, n in (("gate", a.d_mlp), ("up", a.d_mlp), ("down", a.d_model))
+            }
     embeddings: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (a.n_vocab, a.d_model),
         "norm.weight": (a.d_model,),

@@ -49,7 +49,60 @@ class SingularPairs:
     V: Tensor
 
 
-class LowRank:
+class Spectrum:
+    """The numbers of a matrix M that follow from two small ones.
+
+    Args:
+        core: [..., r', r''], with the singular values of M.
+        cross: [..., r, r], with the non-zero eigenvalues of M.
+    """
+
+    def __init__(self, core: Tensor, cross: Tensor) -> None:
+        self._small = core, cross
+
+    @property
+    def _core(self) -> Tensor:
+        return self._small[0]
+
+    @property
+    def _cross(self) -> Tensor:
+        return self._small[1]
+
+    @property
+    def _n_singular(self) -> int:
+        return min(self._core.shape[-2:])
+
+    @cached_property
+    def singular_values(self) -> Tensor:
+        """The min(n, r, m) leading singular values, [..., k], float64, in falling order; all others are zero."""
+        return torch.linalg.svdvals(self._core)[..., : self._n_singular]
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """The r eigenvalues of B A, [..., r], complex128: M's own eigenvalues apart from zeros.
+
+        In falling order of magnitude. With r > n some of them are zeros that M need not have.
+        """
+        values = torch.linalg.eigvals(self._cross)
+        return values.gather(-1, values.abs().argsort(dim=-1, descending=True, stable=True))
+
+    @cached_property
+    def trace(self) -> Tensor:
+        """tr M, [...], float64."""
+        return self._cross.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+    @cached_property
+    def frobenius_norm(self) -> Tensor:
+        """||M||_F, [...], float64."""
+        return torch.linalg.matrix_norm(self._core)
+
+    @cached_property
+    def spectral_norm(self) -> Tensor:
+        """||M||_2, the largest singular value, [...], float64."""
+        return self.singular_values[..., 0]
+
+
+class LowRank(Spectrum):
     """The product ``left @ right``, never formed unless :meth:`dense` is called.
 
     Args:
@@ -131,19 +184,19 @@ class LowRank:
     # -- the three small matrices ---------------------------------------------------------------------------------
 
     @cached_property
-    def _root_left(self) -> Tensor:
+    def root_left(self) -> Tensor:
         """R_A [..., r', r] with R_A^T R_A = A^T A, float64."""
         return torch.linalg.qr(self.left.double(), mode="r").R
 
     @cached_property
-    def _root_right(self) -> Tensor:
+    def root_right(self) -> Tensor:
         """R_B [..., r', r] with R_B^T R_B = B B^T, float64."""
         return torch.linalg.qr(self.right.double().mT, mode="r").R
 
     @cached_property
     def _core(self) -> Tensor:
         """R_A R_B^T, which has the singular values of M."""
-        return self._root_left @ self._root_right.mT
+        return self.root_left @ self.root_right.mT
 
     @cached_property
     def _cross(self) -> Tensor:
@@ -152,41 +205,10 @@ class LowRank:
             raise ValueError(f"eigenvalues and trace need a square product; this one is {list(self.shape)}")
         return self.right.double() @ self.left.double()
 
-    # -- numbers -----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def singular_values(self) -> Tensor:
-        """The min(n, r, m) leading singular values, [..., k], float64, in falling order; all others are zero."""
-        return torch.linalg.svdvals(self._core)[..., : self._n_singular]
-
     @property
     def _n_singular(self) -> int:
         """How many singular values can differ from zero: min(n, r, m). Gram roots are r x r even where n or m is smaller."""
         return min(*self.shape[-2:], self.rank)
-
-    @cached_property
-    def eigenvalues(self) -> Tensor:
-        """The r eigenvalues of B A, [..., r], complex128: M's own eigenvalues apart from zeros.
-
-        In falling order of magnitude. With r > n some of them are zeros that M need not have.
-        """
-        values = torch.linalg.eigvals(self._cross)
-        return values.gather(-1, values.abs().argsort(dim=-1, descending=True, stable=True))
-
-    @cached_property
-    def trace(self) -> Tensor:
-        """tr M, [...], float64."""
-        return self._cross.diagonal(dim1=-2, dim2=-1).sum(-1)
-
-    @cached_property
-    def frobenius_norm(self) -> Tensor:
-        """||M||_F, [...], float64."""
-        return torch.linalg.matrix_norm(self._core)
-
-    @cached_property
-    def spectral_norm(self) -> Tensor:
-        """||M||_2, the largest singular value, [...], float64."""
-        return self.singular_values[..., 0]
 
     def singular_pairs(self, k: int | None = None) -> SingularPairs:
         """The leading ``k`` singular triples (all of the min(n, r, m) when None), as float64.
@@ -200,8 +222,8 @@ class LowRank:
         # Below this a singular value is rounding noise, and so would its vectors be.
         floor = S[..., :1] * max(self.shape[-2:]) * torch.finfo(S.dtype).eps
         scale = torch.where(floor < S, S, torch.inf).unsqueeze(-2)
-        U = self._times_left(self._root_right.mT @ Y / scale)
-        V = self._times_right(self._root_left.mT @ X / scale)
+        U = self._times_left(self.root_right.mT @ Y / scale)
+        V = self._times_right(self.root_left.mT @ X / scale)
         return SingularPairs(U, S, V)
 
     def _times_left(self, coefficients: Tensor) -> Tensor:
@@ -300,14 +322,14 @@ class Sandwich(LowRank):
         return min(*self.shape[-2:], *self._inner.left.shape[-2:])
 
     @cached_property
-    def _root_left(self) -> Tensor:
+    def root_left(self) -> Tensor:
         A, _ = self._balanced
-        return _root_of_gram(A.mT @ self._grams.read @ A)
+        return root_of_gram(A.mT @ self._grams.read @ A)
 
     @cached_property
-    def _root_right(self) -> Tensor:
+    def root_right(self) -> Tensor:
         _, B = self._balanced
-        return _root_of_gram(B @ self._grams.write @ B.mT)
+        return root_of_gram(B @ self._grams.write @ B.mT)
 
     @cached_property
     def _cross(self) -> Tensor:
@@ -320,7 +342,7 @@ class Sandwich(LowRank):
         return _blocked_product(self._outer_right.mT, self._balanced[1].mT @ coefficients)
 
 
-def _root_of_gram(gram: Tensor) -> Tensor:
+def root_of_gram(gram: Tensor) -> Tensor:
     """R with R^T R = gram, for a positive semi-definite [..., r, r] matrix of any rank."""
     values, vectors = torch.linalg.eigh(gram)
     return values.clamp(min=0).sqrt().unsqueeze(-1) * vectors.mT
@@ -332,12 +354,18 @@ def _blocked_product(long: Tensor, small: Tensor, block: int = 8192) -> Tensor:
     return torch.cat(parts, dim=-2)
 
 
-def gram(matrix: Tensor, other: Tensor | None = None, block: int = 4096) -> Tensor:
+def gram(matrix: Tensor, other: Tensor | None = None, block: int = 1024) -> Tensor:
     """``matrix^T other`` (``other`` defaults to ``matrix``) over the long first dimension, accumulated in float64 by blocks."""
+    symmetric = other is None or other is matrix
     other = matrix if other is None else other
     total = torch.zeros(matrix.shape[1], other.shape[1], dtype=torch.float64, device=matrix.device)
+    # Of a symmetric product a quarter of the columns at a time, down to the diagonal: 5/8 of the work.
+    width = -(-total.shape[1] // 4) if symmetric else total.shape[1]
     for start in range(0, matrix.shape[0], block):
         left = matrix[start : start + block].double()
-        right = left if other is matrix else other[start : start + block].double()
-        total += left.mT @ right
-    return total
+        right = left if symmetric else other[start : start + block].double()
+        for first in range(0, total.shape[1], max(width, 1)):
+            columns = slice(first, first + width)
+            rows = slice(0, first + width) if symmetric else slice(None)
+            total[rows, columns] += left[:, rows].mT @ right[:, columns]
+    return total.triu() + total.triu(1).mT if symmetric else total

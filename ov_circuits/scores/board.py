@@ -19,6 +19,7 @@ from ov_circuits.linalg.lowrank import LowRank, Sandwich
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
+from ov_circuits.scores.chance import NULL_NOTES, Circuits, Draws, LayerDraws, NullKind
 from ov_circuits.scores.directions import directions, token_list
 
 
@@ -56,7 +57,8 @@ class Score:
         note: range, units, pitfalls.
         compute: the layer's circuits -> one number a head, [n_heads].
         needs_embeddings: whether the checkpoint must hold W_E and W_U.
-        diverging: whether zero is the middle of the scale.
+        null: what the number is compared with (:mod:`ov_circuits.scores.chance`).
+        diverging: whether zero is the middle of the scale; such scores are odd, and 0 by chance.
         range: the values it can take, where that is a fixed interval.
     """
 
@@ -65,7 +67,8 @@ class Score:
     group: str
     source: str
     note: str
-    compute: Callable[[LayerCircuits], Tensor]
+    compute: Callable[[Circuits], Tensor]
+    null: NullKind = "factors"
     needs_embeddings: bool = False
     diverging: bool = False
     range: tuple[float, float] | None = None
@@ -84,6 +87,7 @@ SCORES: dict[str, Score] = {
             _ELHAGE,
             f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_V W_O. {_NORMAL}",
             lambda c: spectra.eigenvalue_copying(c.ov.eigenvalues),
+            null="rotation",
             diverging=True,
             range=(-1.0, 1.0),
         ),
@@ -94,6 +98,7 @@ SCORES: dict[str, Score] = {
             _ELHAGE,
             f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_E W_V W_O W_U. {_NORMAL}",
             lambda c: spectra.eigenvalue_copying(c.full_ov.eigenvalues),
+            null="rotation",
             needs_embeddings=True,
             diverging=True,
             range=(-1.0, 1.0),
@@ -145,6 +150,7 @@ SCORES: dict[str, Score] = {
             "‖W_E W_V W_O W_U‖_F",
             "Over the whole vocabulary, exact, from the Gram matrices of W_E and W_U.",
             lambda c: c.full_ov.frobenius_norm,
+            null="rotation",
             needs_embeddings=True,
         ),
         Score(
@@ -154,6 +160,7 @@ SCORES: dict[str, Score] = {
             "‖W_E W_V W_O W_U‖_2",
             "The largest singular value over the whole vocabulary.",
             lambda c: c.full_ov.spectral_norm,
+            null="rotation",
             needs_embeddings=True,
         ),
         Score(
@@ -163,6 +170,7 @@ SCORES: dict[str, Score] = {
             "‖M‖_F² / ‖M‖_2²",
             "Between 1 and d_head. Values near 1 often mean that one direction all tokens share dominates.",
             lambda c: spectra.stable_rank(c.full_ov.singular_values),
+            null="rotation",
             needs_embeddings=True,
         ),
         Score(
@@ -195,7 +203,9 @@ SCORES: dict[str, Score] = {
 TOKEN_COLUMNS = ("reads_plus", "writes_plus", "reads_minus", "writes_minus")
 
 
-def scoreboard(model: Model, scores: Sequence[str] | None = None, tokens: int = 5) -> pd.DataFrame:
+def scoreboard(
+    model: Model, scores: Sequence[str] | None = None, tokens: int = 5, nulls: bool = True, seed: int = 0
+) -> pd.DataFrame:
     """Weight-only scores of every head.
 
     Args:
@@ -203,21 +213,26 @@ def scoreboard(model: Model, scores: Sequence[str] | None = None, tokens: int = 
         scores: names from ``SCORES``; all that the checkpoint allows when None.
         tokens: how many tokens the leading singular pair is shown with at each end (0 leaves these columns out).
 
+        nulls: whether to say what each score would be by chance.
+        seed: of the nulls' random rotations.
+
     Returns:
-        One row a head in layer-major order: ``head``, ``layer``, ``index``, ``kv_head``, the scores, and, where there are
+        One row a head in layer-major order: ``head``, ``layer``, ``index``, ``kv_head``, the scores, each followed by
+        ``.._null_mean`` and ``.._z`` (standard deviations above it; :mod:`ov_circuits.scores.chance`), and, where there are
         embeddings, ``reads_plus``, ``writes_plus``, ``reads_minus``, ``writes_minus`` (lists of token texts: what excites
         either end of the leading singular direction of W_V W_O, and what is then written). ``attrs`` says model, view,
-        each score's source, which scores were ``left_out`` for want of embeddings, and which heads are ``not_finite``: their
+        each score's source and null, which scores were ``left_out`` for want of embeddings, and which heads are ``not_finite``: their
         weights hold NaN or infinity, so their scores are NaN.
 
     Raises:
         CircuitsError: an unknown score, or one that needs embeddings the checkpoint does not hold.
     """
     chosen = _chosen(model, scores)
-    with_tokens = tokens > 0 and model.has_embeddings
+    tokens = tokens if model.has_embeddings else 0
+    draws = Draws(model, seed=seed) if nulls else None
     parts, not_finite = [], []
     for index in track(range(model.n_layers), "Scoring heads"):
-        parts.append(_layer_frame(model, index, chosen, tokens if with_tokens else 0))
+        parts.append(_layer_frame(model, index, chosen, tokens, draws))
         finite = model.layer(index).finite_heads.tolist()
         not_finite += [f"{index}.{head}" for head, ok in enumerate(finite) if not ok]
     frame = pd.concat(parts, ignore_index=True)
@@ -225,13 +240,14 @@ def scoreboard(model: Model, scores: Sequence[str] | None = None, tokens: int = 
         "model": model.name,
         "view": model.view,
         "sources": {score.key: score.source for score in chosen},
+        "nulls": {score.key: NULL_NOTES[score.null] for score in chosen} if nulls else {},
         "not_finite": not_finite,
         "left_out": [] if model.has_embeddings else [s.key for s in SCORES.values() if s.needs_embeddings],
     }
     return frame
 
 
-def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int) -> pd.DataFrame:
+def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int, draws: Draws | None) -> pd.DataFrame:
     circuits = LayerCircuits(model, layer)
     a = model.architecture
     columns: dict[str, object] = {
@@ -241,7 +257,16 @@ def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int)
         "kv_head": [index // a.group_size for index in range(a.n_heads)],
     }
     finite = model.layer(layer).finite_heads
-    columns |= {score.key: score.compute(circuits).double().where(finite, torch.nan).numpy() for score in chosen}
+    chance = None
+    if draws is not None:
+        chance = LayerDraws(draws, circuits.weights, circuits.ov, circuits.qk)
+    for score in chosen:
+        value = score.compute(circuits).double().where(finite, torch.nan)
+        columns[score.key] = value.numpy()
+        if chance is not None:
+            null = chance.null(score.null, score.compute, odd=score.diverging)
+            columns[f"{score.key}_null_mean"] = null.mean.where(finite, torch.nan).numpy()
+            columns[f"{score.key}_z"] = null.z(value).numpy()
     if tokens:
         found = directions(model, layer, k=1, tokens=tokens)
         ends = (found.reads.plus, found.writes.plus, found.reads.minus, found.writes.minus)

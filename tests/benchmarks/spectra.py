@@ -50,13 +50,20 @@ def rival_singular(bridge: Any) -> Any:
         return rival_circuits(bridge).svd()[1].flatten(0, 1)
 
 
-def our_copying(view: str = "raw") -> Any:
+def our_copying() -> Any:
     import torch
 
     import ov_circuits as ov
+    from ov_circuits.scores.spectra import eigenvalue_copying
 
-    frame = ov.scoreboard(ov.load(SMOLLM2, view=view), scores=["eigen_copying_ov", "eigen_copying_full"], tokens=0)
-    return torch.tensor(frame[["eigen_copying_ov", "eigen_copying_full"]].to_numpy().T)
+    model = ov.load(SMOLLM2, view="raw")
+    layers = range(model.n_layers)
+    return torch.stack(
+        [
+            torch.cat([eigenvalue_copying(of(index).eigenvalues) for index in layers])
+            for of in (lambda index: model.layer(index).ov, model.full_ov)
+        ]
+    )
 
 
 def our_singular(full: bool) -> Any:

@@ -1,0 +1,169 @@
+"""A layer's circuits as they would be by chance: the same spectra, directions at random.
+
+A score is computed on these in place of the layer's own circuits, so every score has a null by the same road that gives its
+value. There are two kinds, because a kind that keeps a number fixed says nothing about it:
+
+``factors``
+    W_V R W_O and W_Q R W_K^T with a Haar rotation R of the d_head dimensions: both factors keep their singular values and the
+    directions they share with the stream; how they meet inside the head is random. For norms and ranks of OV and QK.
+``rotation``
+    U diag(S) V^T with the head's own singular values S and independent Haar frames U, V of the residual stream: what the head
+    reads and writes has nothing to do with each other or with the vocabulary. For eigenvalue copying, which is odd in U (its
+    mean is exactly 0), and for everything of the full OV circuit.
+
+Only d_head x d_head matrices are drawn; for full circuits the frames meet the model's Gram matrices once a draw, not once a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ov_circuits.linalg.lowrank import LowRank, Spectrum, root_of_gram
+from ov_circuits.linalg.nulls import Null
+from ov_circuits.model import Layer, Model
+
+NullKind = Literal["factors", "rotation"]
+
+NULL_NOTES: dict[NullKind, str] = {
+    "factors": "W_V and W_O (W_Q and W_K) with their own singular values, meeting inside the head at random",
+    "rotation": "the head's own singular values, reading and writing random directions of the stream",
+}
+
+# Spread over so few draws is known to about 20 %: enough to tell 2 from 10 standard deviations.
+DRAWS = 12
+
+
+class Circuits(Protocol):
+    """What a score may ask for."""
+
+    @property
+    def ov(self) -> Spectrum: ...
+    @property
+    def qk(self) -> Spectrum: ...
+    @property
+    def full_ov(self) -> Spectrum: ...
+    @property
+    def value_bias(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Chance:
+    """One draw for one layer."""
+
+    ov: Spectrum
+    qk: Spectrum
+    full_ov: Spectrum
+    value_bias: Tensor
+
+
+@dataclass(frozen=True)
+class _Frames:
+    """Two random frames U, V [d, r] of the stream, as a circuit U diag(S) V^T meets them: small matrices only.
+
+    Attributes:
+        read: R with R^T R = U^T G U, G the Gram matrix of what is read from (the stream itself, or the vocabulary).
+        write: the same of V and what is written to.
+        cross: V^T X U, X the way back from what is written to what is read.
+    """
+
+    read: Tensor
+    write: Tensor
+    cross: Tensor
+
+    def spectrum(self, singular_values: Tensor) -> Spectrum:
+        """Of U diag(S) V^T seen through these frames, for S [..., r]."""
+        S = singular_values.unsqueeze(-1)
+        return Spectrum(core=self.read @ (S * self.write.mT), cross=S * self.cross)
+
+
+class Draws:
+    """The random rotations of a model, drawn once and used for every layer.
+
+    Attributes:
+        inside: Haar rotations R of the d_head dimensions.
+        stream: random frames of the stream, as OV circuits meet them.
+        vocabulary: the same frames, as full OV circuits meet them through embedding and unembedding.
+
+    Args:
+        model: the checkpoint, in the scores' view.
+        draws: how many.
+        seed: of the generator.
+    """
+
+    def __init__(self, model: Model, draws: int = DRAWS, seed: int = 0) -> None:
+        a = model.architecture
+        self._generator = torch.Generator().manual_seed(seed)
+        rank = min(a.d_head, a.d_model)
+        self.inside = [self._haar(a.d_head, a.d_head) for _ in range(draws)]
+        frames = [(self._haar(a.d_model, rank), self._haar(a.d_model, rank)) for _ in range(draws)]
+        eye = torch.eye(rank, dtype=torch.float64)
+        self.stream = [_Frames(eye, eye, V.mT @ U) for U, V in frames]
+        self.vocabulary = self.stream
+        if model.has_embeddings:
+            g = model.grams
+            self.vocabulary = [
+                _Frames(root_of_gram(U.mT @ g.read @ U), root_of_gram(V.mT @ g.write @ V), V.mT @ g.cross @ U)
+                for U, V in frames
+            ]
+
+    def _haar(self, n: int, k: int) -> Tensor:
+        """The first k columns of a Haar rotation of R^n, float64."""
+        Q, R = torch.linalg.qr(torch.randn(n, k, generator=self._generator, dtype=torch.float64))
+        return Q * R.diagonal().sign()
+
+
+class LayerDraws:
+    """A layer's circuits by chance, each draw decomposed once for all scores that ask.
+
+    Args:
+        draws: the model's rotations.
+        layer, ov, qk: the layer and its own circuits.
+    """
+
+    def __init__(self, draws: Draws, layer: Layer, ov: LowRank, qk: LowRank) -> None:
+        self._draws, self._layer, self._ov, self._qk = draws, layer, ov, qk
+
+    def null(self, kind: NullKind, compute: Callable[[Circuits], Tensor], odd: bool) -> Null:
+        """A score's distribution over the draws, for every head of the layer.
+
+        Args:
+            kind: see the module's text.
+            compute: the score.
+            odd: the score changes sign with U, so its mean is known to be 0.
+        """
+        chances = self._factors if kind == "factors" else self._rotations
+        values = torch.stack([compute(chance).double() for chance in chances])
+        if odd:
+            return Null(torch.zeros_like(values[0]), values.square().mean(0).sqrt())
+        return Null(values.mean(0), values.std(0))
+
+    @cached_property
+    def _factors(self) -> list[_Chance]:
+        return [self._turned(R) for R in self._draws.inside]
+
+    def _turned(self, R: Tensor) -> _Chance:
+        """W_V R W_O and W_Q R W_K^T. Only norms and ranks are asked of them: where eigenvalues are zero is not worked out."""
+        ov, qk = (
+            Spectrum(core=m.root_left @ R @ m.root_right.mT, cross=R.new_zeros(0, 0)) for m in (self._ov, self._qk)
+        )
+        layer = self._layer
+        bias = torch.zeros(layer.W_O.shape[0])
+        if layer.b_V is not None:
+            b = layer.per_query_head(layer.b_V).double() @ R
+            bias = torch.einsum("hd,hde->he", b, self._ov.root_right.mT).norm(dim=-1)
+        return _Chance(ov, qk, ov, bias)
+
+    @cached_property
+    def _rotations(self) -> list[_Chance]:
+        S = self._ov.singular_values
+        nothing = torch.zeros(S.shape[0])
+        return [
+            _Chance(stream.spectrum(S), self._qk, vocabulary.spectrum(S), nothing)
+            for stream, vocabulary in zip(self._draws.stream, self._draws.vocabulary, strict=True)
+        ]

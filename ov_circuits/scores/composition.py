@@ -1,0 +1,412 @@
+"""Composition: which later heads read what an earlier head writes (Elhage et al. 2021, "Three Kinds of Composition").
+
+    ||W_A W_B||_F / (||W_A||_F ||W_B||_F)
+
+A is the earlier head's OV circuit. B is the later head's W_QK for Q-composition, W_QK^T for K-, W_OV for V-composition: the
+write side of A meets the read side of B, and the whole circuit B counts, not W_Q or W_K alone. Every pair of heads of
+different layers is worked out at once (:func:`ov_circuits.linalg.pairwise.pairwise_energy`).
+
+A value means little by itself, so each comes with three nulls:
+
+- ``rotation``: the same singular values, directions at random. Exact mean and variance of the squared value; ``null_mean``,
+  ``z``, ``p`` and ``flag`` are of this one;
+- ``isotropic``: Gaussian factors of the same shapes, about 1/sqrt(d_model) whatever d_head; ``z_isotropic``;
+- ``paired``: the same heads paired at random, that is, the bulk of all pairs of this kind; ``z_paired``, ``p_paired``,
+  ``flag_paired``. Trained heads share directions, so nearly all stand out from a random rotation; few stand out from this.
+
+z-scores of the first two are of the squared value, whose moments are known; that of the third is of the logarithm. p-values
+are one-sided (more than by chance); flags keep the expected share of false ones at 5 % within a kind (Benjamini & Hochberg).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from ov_circuits.errors import CircuitsError
+from ov_circuits.linalg.nulls import (
+    Null,
+    benjamini_hochberg,
+    empirical_null,
+    isotropic_null,
+    normal_tail,
+    rotation_null,
+    subspace_null,
+)
+from ov_circuits.linalg.pairwise import gram_norm, gram_root, pairwise_energy
+from ov_circuits.model import Head, Layer, Model
+
+Kind = Literal["Q", "K", "V"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+SOURCE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"
+FALSE_DISCOVERY_RATE = 0.05
+
+# Into how many groups of layers senders are cut, so that pairs in the wrong order are mostly not computed.
+_SENDER_GROUPS = 6
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One kind of composition between all heads of a model.
+
+    Attributes:
+        kind: ``Q``, ``K`` or ``V``.
+        view: weight view.
+        labels: head names, the order of rows (senders) and columns (receivers).
+        layers: each head's layer.
+        matrix: values in [0, 1]; NaN where the sender is not in an earlier layer, or a weight is not finite.
+        sender_concentration: sum s^4 / (sum s^2)^2 of each sender's OV.
+        receiver_concentration: the same of each receiver's circuit.
+        d_model, d_head: of the model.
+        notes: what a reader must know.
+    """
+
+    kind: Kind
+    view: str
+    labels: list[str]
+    layers: Tensor
+    matrix: Float[Tensor, "sender receiver"]
+    sender_concentration: Float[Tensor, " sender"]
+    receiver_concentration: Float[Tensor, " receiver"]
+    d_model: int
+    d_head: int
+    notes: list[str]
+
+    @cached_property
+    def rotation(self) -> Null:
+        """Of the squared values: the same singular values, random directions, [sender, receiver]."""
+        return rotation_null(self.sender_concentration[:, None], self.receiver_concentration[None], self.d_model)
+
+    @property
+    def isotropic(self) -> Null:
+        """Of the squared values: independent Gaussian factors; one distribution for all pairs."""
+        return isotropic_null(self.d_model, self.d_head)
+
+    @cached_property
+    def paired(self) -> Null:
+        """Of the logarithm of the values: the bulk of all pairs of this kind."""
+        return empirical_null(self.matrix.log())
+
+    def frame(self) -> pd.DataFrame:
+        """One row a pair with the sender in an earlier layer, senders in order; see the module's text for the nulls."""
+        rows, columns = (self.layers[:, None] < self.layers[None]).nonzero(as_tuple=True)
+        value = self.matrix[rows, columns]
+        squared = value.square()
+        rotation = Null(self.rotation.mean[rows, columns], self.rotation.std[rows, columns])
+        p = rotation.gamma_tail(squared)
+        z_paired = self.paired.z(value.log())
+        p_paired = normal_tail(z_paired)
+        names = np.array(self.labels)
+        frame = pd.DataFrame(
+            {
+                "sender": names[rows],
+                "receiver": names[columns],
+                "kind": self.kind,
+                "value": value.numpy(),
+                "null_mean": rotation.mean.sqrt().numpy(),
+                "z": rotation.z(squared).numpy(),
+                "p": p.numpy(),
+                "flag": benjamini_hochberg(p, FALSE_DISCOVERY_RATE).numpy(),
+                "z_isotropic": self.isotropic.z(squared).numpy(),
+                "z_paired": z_paired.numpy(),
+                "p_paired": p_paired.numpy(),
+                "flag_paired": benjamini_hochberg(p_paired, FALSE_DISCOVERY_RATE).numpy(),
+            }
+        )
+        frame.attrs = {"view": self.view, "source": SOURCE, "notes": self.notes}
+        return frame
+
+
+def composition(model: Model, kind: str = "K") -> pd.DataFrame:
+    """Composition scores of all pairs of heads, each with its nulls.
+
+    Args:
+        model: in the weight view that the scores are to have.
+        kind: ``Q``, ``K``, ``V``, or ``all``.
+
+    Returns:
+        Columns ``sender``, ``receiver``, ``kind``, ``value``, ``null_mean``, ``z``, ``p``, ``flag`` (random rotation),
+        ``z_isotropic``, and ``z_paired``, ``p_paired``, ``flag_paired`` (all pairs of the kind). ``attrs`` holds model,
+        view, source and notes.
+
+    Raises:
+        CircuitsError: unknown kind.
+    """
+    found = compositions(model, KINDS if kind == "all" else (_checked(kind),))
+    frame = pd.concat([part.frame() for part in found.values()], ignore_index=True)
+    notes = list(dict.fromkeys(note for part in found.values() for note in part.notes))
+    frame.attrs = {"model": model.name, "view": model.view, "source": SOURCE, "notes": notes}
+    return frame
+
+
+def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Composition]:
+    """Composition of the given kinds as [sender, receiver] matrices; senders' products are shared by the kinds."""
+    a = model.architecture
+    writes, reads, broken = _factors(model, _writer, [partial(_reader, kind=kind) for kind in kinds])
+    energy = _pairwise(writes, reads, later_layers=True)
+    layers = torch.arange(a.n_layers).repeat_interleave(a.n_heads)
+    later = layers[:, None] < layers[None]
+    sent, received = gram_norm(writes).flatten().square(), gram_norm(reads).square()  # float32 factors are not copied
+    return {
+        kind: Composition(
+            kind=kind,
+            view=model.view,
+            labels=model.head_labels,
+            layers=layers,
+            matrix=torch.where(later, energy[i].sqrt(), torch.nan),
+            sender_concentration=sent,
+            receiver_concentration=received[:, i].flatten(),
+            d_model=a.d_model,
+            d_head=a.d_head,
+            notes=_notes(model, kind) + broken,
+        )
+        for i, kind in enumerate(kinds)
+    }
+
+
+def strongest_paths(model: Model, n: int = 50, kind: str = "all") -> pd.DataFrame:
+    """The ``n`` pairs that stand out most from all pairs of their kind: :func:`composition`, by falling ``z_paired``."""
+    frame = composition(model, kind)
+    strongest = frame.nlargest(n, "z_paired").reset_index(drop=True)
+    strongest.attrs = frame.attrs
+    return strongest
+
+
+def component_composition(
+    model: Model, sender: str, receiver: str | None = None, kind: str = "K", n: int | None = None
+) -> pd.DataFrame:
+    """One rank-one piece of the sender at a time (Merullo et al. 2024, "Talking Heads").
+
+    The sender's OV is sum_k s_k u_k v_k^T. A piece composes with B as ``||v_k^T B|| / ||B||_F``, whatever s_k. Weighted by the
+    shares of energy s_k^2 / sum s^2, the squares add up to the square of the whole score; ``share`` is a piece's part of it.
+
+    Args:
+        model: in the weight view that the scores are to have.
+        sender: head whose OV is taken apart.
+        receiver: one later head, or all of them when None.
+        kind: ``Q``, ``K`` or ``V``.
+        n: only the ``n`` largest values.
+
+    Returns:
+        Columns ``sender``, ``component`` (0 has the largest singular value), ``singular_value``, ``energy``, ``receiver``,
+        ``kind``, ``value``, ``null_mean``, ``z`` (rotation null), ``share``; by falling value.
+
+    Raises:
+        CircuitsError: unknown head or kind, or no later head.
+    """
+    chosen, first = _checked(kind), model.head(sender)
+    receivers = _receivers(model, first, receiver)
+    pairs = first.ov.singular_pairs()
+    energy = pairs.S.square() / pairs.S.square().sum()
+    parts = []
+    for later in receivers:
+        factor = _reader(model.layer(later.layer), chosen)[later.index]  # [r, d_model]
+        squared = (factor @ pairs.V).square().sum(0)
+        null = rotation_null(torch.ones_like(squared), gram_norm(factor).square(), model.architecture.d_model)
+        parts.append(
+            pd.DataFrame(
+                {
+                    "sender": first.label,
+                    "component": range(len(squared)),
+                    "singular_value": pairs.S.numpy(),
+                    "energy": energy.numpy(),
+                    "receiver": later.label,
+                    "kind": chosen,
+                    "value": squared.sqrt().numpy(),
+                    "null_mean": null.mean.sqrt().numpy(),
+                    "z": null.z(squared).numpy(),
+                    "share": (energy * squared / (energy * squared).sum()).numpy(),
+                }
+            )
+        )
+    frame = pd.concat(parts).sort_values("value", ascending=False, kind="stable", ignore_index=True)
+    frame = frame if n is None else frame.head(n)
+    frame.attrs = {
+        "model": model.name,
+        "view": model.view,
+        "source": "Merullo et al. 2024, Talking Heads: Understanding Inter-layer Communication in Transformer Language Models",
+        "notes": _notes(model, chosen),
+    }
+    return frame
+
+
+def subspace_overlap(model: Model, write: str = "O", read: str = "Q") -> pd.DataFrame:
+    """``||U^T V||_F^2`` of the heads' write spaces and read spaces: how many directions they share, between 0 and d_head.
+
+    Args:
+        model: in the weight view that the spaces are to have.
+        write: ``O``, the row space of W_O.
+        read: ``Q``, ``K`` or ``V``, the column space of W_Q, W_K or W_V, of heads in later layers; or ``O``, the write spaces
+            of all other heads, each pair once.
+
+    Returns:
+        Columns ``writer``, ``reader``, ``value``, ``share`` (of the smaller dimension), ``null_mean``, ``z``, ``p``, ``flag``
+        (random subspaces). Under grouped-query attention the heads of a group read with one W_K and W_V: their rows agree.
+
+    Raises:
+        CircuitsError: unknown space.
+    """
+    if write != "O" or read not in ("Q", "K", "V", "O"):
+        raise CircuitsError(f"there is no overlap of {write!r} with {read!r}: write is 'O', read one of Q, K, V, O")
+    a = model.architecture
+    left, right, broken = _factors(model, partial(_space, role="O"), [partial(_space, role=read)])
+    (overlap,) = _pairwise(left, right, later_layers=read != "O")
+    heads = torch.arange(overlap.shape[0])
+    order = heads if read == "O" else heads // a.n_heads  # each pair of writers once; readers in later layers
+    rows, columns = (order[:, None] < order[None]).nonzero(as_tuple=True)
+    dims = [space.flatten(0, -3).double().square().sum((1, 2)).round() for space in (left, right)]
+    p, q = dims[0][rows], dims[1][columns]
+    value, null = overlap[rows, columns], subspace_null(p, q, a.d_model)
+    tail = null.gamma_tail(value)
+    names = np.array(model.head_labels)
+    frame = pd.DataFrame(
+        {
+            "writer": names[rows],
+            "reader": names[columns],
+            "value": value.numpy(),
+            "share": (value / torch.minimum(p, q)).numpy(),
+            "null_mean": null.mean.numpy(),
+            "z": null.z(value).numpy(),
+            "p": tail.numpy(),
+            "flag": benjamini_hochberg(tail, FALSE_DISCOVERY_RATE).numpy(),
+        }
+    )
+    frame.attrs = {"model": model.name, "view": model.view, "write": write, "read": read, "notes": broken}
+    return frame
+
+
+# -- factors ----------------------------------------------------------------------------------------------------------
+
+
+def _writer(layer: Layer) -> Tensor:
+    """P [head, r, d_model] with P^T P = OV^T OV, of norm one: the write side, weighted by what the read side lets through."""
+    return _unit(layer.per_query_head(_root(layer.W_V.mT)) @ layer.W_O.double())
+
+
+def _reader(layer: Layer, kind: Kind) -> Tensor:
+    """Q [head, r, d_model] with Q^T Q = B B^T, of norm one, for the circuit B of a kind: its read side, weighted by the rest."""
+    if kind == "Q":
+        return _unit(layer.per_query_head(_root(layer.W_K.mT)) @ layer.W_Q.mT.double())
+    if kind == "K":
+        return _unit(_root(layer.W_Q.mT) @ layer.per_query_head(layer.W_K).mT.double())
+    return _unit(_root(layer.W_O) @ layer.per_query_head(layer.W_V).mT.double())
+
+
+def _root(W: Tensor) -> Tensor:
+    """R [head, r, r] with R^T R = W W^T for W [head, r, d_model]; float64."""
+    W = W.double()
+    return gram_root(W @ W.mT)
+
+
+def _space(layer: Layer, role: str) -> Tensor:
+    """An orthonormal basis [head, r, d_model] of what a head writes into or reads from; zero rows where rank lacks."""
+    W = {"O": layer.W_O.mT, "Q": layer.W_Q, "K": layer.W_K, "V": layer.W_V}[role].double()
+    finite = W.isfinite().all(-1).all(-1)[:, None, None]
+    U, S, _ = torch.linalg.svd(torch.where(finite, W, 0.0), full_matrices=False)
+    basis = U.mT * (S > S[:, :1] * max(W.shape[-2:]) * torch.finfo(torch.float32).eps).unsqueeze(-1)
+    basis = torch.nn.functional.pad(basis, (0, 0, 0, W.shape[-1] - basis.shape[-2]))  # where d_head > d_model
+    return layer.per_query_head(torch.where(finite, basis, torch.nan))
+
+
+def _unit(factor: Tensor) -> Tensor:
+    """Scaled to Frobenius norm one; NaN where a factor is zero or not finite: composition with nothing is undefined."""
+    norm = factor.flatten(-2).norm(dim=-1)[..., None, None]
+    return factor / torch.where((norm > 0) & norm.isfinite(), norm, torch.nan)
+
+
+def _factors(
+    model: Model, write: Callable[[Layer], Tensor], reads: Sequence[Callable[[Layer], Tensor]]
+) -> tuple[Float[Tensor, "layer head r d_model"], Float[Tensor, "layer kind head r d_model"], list[str]]:
+    """Senders' and receivers' factors of all heads in one pass over the layers, and notes on broken tensors.
+
+    Made in float64 and kept in float32: rounding entries once costs a norm 1e-7, a float32 product ten times that.
+    """
+    a = model.architecture
+    left = torch.empty(a.n_layers, a.n_heads, a.d_head, a.d_model)
+    right = torch.empty(a.n_layers, len(reads), a.n_heads, a.d_head, a.d_model)
+    broken: list[str] = []
+    for i, layer in enumerate(model.layers()):
+        left[i] = write(layer)
+        for j, read in enumerate(reads):
+            right[i, j] = read(layer)
+        if left[i, :, 0, 0].isnan().any() or right[i, :, :, 0, 0].isnan().any():
+            broken += broken_tensors(model, layer)
+    return left, right, broken
+
+
+def broken_tensors(model: Model, layer: Layer) -> list[str]:
+    """A sentence for every attention tensor of a layer that holds NaN or infinity: the tensor and the heads."""
+    family = model.source.family
+    notes = []
+    for role, W in (("Q", layer.W_Q), ("K", layer.W_K), ("V", layer.W_V), ("O", layer.W_O)):
+        bad = layer.per_query_head(~W.isfinite().all(-1).all(-1)).nonzero().flatten().tolist()
+        if bad:
+            name = family.projections[role].name.format(layer=layer.index)  # type: ignore[index]
+            heads = ", ".join(f"{layer.index}.{index}" for index in bad)
+            notes.append(f"{name}.weight (W_{role}) holds NaN or infinity: heads {heads} have no scores")
+    return notes
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def _pairwise(
+    left: Float[Tensor, "layer head r d_model"],
+    right: Float[Tensor, "layer kind head r d_model"],
+    later_layers: bool,
+) -> Float[Tensor, "kind sender receiver"]:
+    """Energies of all pairs, or at least of those with the receiver in a later layer (few others are computed then)."""
+    n_layers, kinds, n_heads = right.shape[:3]
+    wanted = [(slice(None), slice(None))]
+    if later_layers:
+        size = -(-n_layers // _SENDER_GROUPS)
+        wanted = [
+            (
+                slice(start * n_heads, min(start + size, n_layers - 1) * n_heads),
+                slice((start + 1) * kinds * n_heads, None),
+            )
+            for start in range(0, n_layers - 1, size)
+        ]
+    energy = pairwise_energy(left.flatten(0, 1), right.flatten(0, 2), wanted)
+    return rearrange(energy, "s (layer kind head) -> kind s (layer head)", layer=n_layers, kind=kinds)
+
+
+def _receivers(model: Model, sender: Head, receiver: str | None) -> list[Head]:
+    if receiver is None:
+        later = [head for head in model.heads() if head.layer > sender.layer]
+        if not later:
+            raise CircuitsError(
+                f"head {sender.label} is in the last layer of {model.name}: no head reads what it writes"
+            )
+        return later
+    head = model.head(receiver)
+    if head.layer <= sender.layer:
+        raise CircuitsError(
+            f"head {head.label} does not read what {sender.label} writes: the sender must be in an earlier layer"
+        )
+    return [head]
+
+
+def _checked(kind: str) -> Kind:
+    if kind not in KINDS:
+        raise CircuitsError(f"there is no composition of kind {kind!r}; choose Q, K, V or all")
+    return kind
+
+
+def _notes(model: Model, kind: Kind) -> list[str]:
+    if model.architecture.positions == "rotary" and kind != "V":
+        return [
+            "Rotary positions: W_QK depends on the distance of query and key; Q- and K-composition are those of distance 0, "
+            "an approximation."
+        ]
+    return []

@@ -1,0 +1,79 @@
+"""The strongest token pairs of a circuit: the largest entries of a [n_vocab, n_vocab] matrix that is never formed.
+
+For the full OV circuit W_E W_V W_O W_U (Elhage et al. 2021): which token, attended to, moves which token's logit most. The
+query-key counterpart is in :mod:`ov_circuits.scores.qk`; both share :func:`pair_frame`.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+from torch import Tensor
+
+from ov_circuits.errors import CircuitsError
+from ov_circuits.linalg.lowrank import Entries
+from ov_circuits.linalg.top_entries import top_entries
+from ov_circuits.model import Head, Model
+from ov_circuits.scores.directions import token_list
+
+
+def strongest_token_pairs(model: Model, head: str | Head, k: int = 20) -> pd.DataFrame:
+    """The ``k`` largest and ``k`` smallest entries of a head's full OV circuit, exact over all pairs of tokens.
+
+    Rows of W_E are taken as they are: the scale that the reading norm would give each token is left out.
+
+    Returns:
+        Columns ``end`` (``positive``: largest first, ``negative``: smallest first), ``source``, ``source_id``, ``output``,
+        ``output_id``, ``value`` (logit moved by full attention, up to the norms' scales). ``attrs``: model, head, view,
+        circuit, visited (share of the matrix that had to be computed).
+
+    Raises:
+        CircuitsError: unknown head, no embeddings, weights that are not finite.
+    """
+    chosen = model.head(head) if isinstance(head, str) else head
+    need_embeddings(model, "token pairs of the OV circuit")
+    full = chosen.full_ov
+    frame = pair_frame(model, full.left, full.right, k, ("source", "output"))
+    frame.attrs |= {"head": chosen.label, "circuit": "W_E W_V W_O W_U"}
+    return frame
+
+
+def pair_frame(model: Model, A: Tensor, B: Tensor, k: int, sides: tuple[str, str]) -> pd.DataFrame:
+    """Both ends of A [n_vocab, r] @ B [r, n_vocab] as a frame: ``end``, each side's text and ``_id``, ``value``.
+
+    Raises:
+        CircuitsError: the factors hold NaN or infinity, or k is no count.
+    """
+    try:
+        found = top_entries(A, B, k)
+    except ValueError as error:
+        raise CircuitsError(f"{model.name}: {error}") from error
+    frame = pd.concat(
+        [_end(model, "positive", found.largest, sides), _end(model, "negative", found.smallest, sides)],
+        ignore_index=True,
+    )
+    frame.attrs = {"model": model.name, "view": model.view, "visited": found.visited}
+    return frame
+
+
+def need_embeddings(model: Model, what: str) -> None:
+    """Refuse checkpoints that hold attention weights only.
+
+    Raises:
+        CircuitsError: no embeddings.
+    """
+    if not model.has_embeddings:
+        raise CircuitsError(f"{model.name} holds no embeddings: {what} need them; use the full checkpoint")
+
+
+def _end(model: Model, name: str, entries: Entries, sides: tuple[str, str]) -> pd.DataFrame:
+    rows, columns = entries.rows.tolist(), entries.columns.tolist()
+    return pd.DataFrame(
+        {
+            "end": name,
+            sides[0]: token_list(model, rows),
+            f"{sides[0]}_id": rows,
+            sides[1]: token_list(model, columns),
+            f"{sides[1]}_id": columns,
+            "value": entries.values.numpy(),
+        }
+    )

@@ -1,0 +1,229 @@
+"""What the weights say about where a head looks: spectra of QK, its strongest token pairs, and what positions alone do.
+
+QK is W_Q W_K^T times the score scale; rows are queries. Rotary models have one QK matrix for each distance ``offset`` between
+query and key, W_Q R(offset) W_K^T (the query stands ``offset`` positions after the key): every result names its own.
+Biases are left out of matrices and pairs, and put in where positions are concerned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from ov_circuits.errors import CircuitsError
+from ov_circuits.linalg.lowrank import LowRank
+from ov_circuits.linalg.rotary import rotate
+from ov_circuits.model import Head, Layer, Model
+from ov_circuits.scores import spectra
+from ov_circuits.scores.composition import broken_tensors
+from ov_circuits.scores.pairs import need_embeddings, pair_frame
+
+
+@dataclass(frozen=True)
+class QKSpectra:
+    """Spectra of all heads' QK matrices.
+
+    Attributes:
+        labels: head names, the order of rows.
+        view: weight view.
+        offset: distance of query and key for rotary models, else None.
+        singular_values: [head, k], falling.
+        eigenvalues: [head, d_head], by falling magnitude.
+        notes: what a reader must know.
+    """
+
+    labels: list[str]
+    view: str
+    offset: int | None
+    singular_values: Float[Tensor, "head k"]
+    eigenvalues: Complex[Tensor, "head d_head"]
+    notes: list[str]
+
+    def frame(self) -> pd.DataFrame:
+        """One row a head: norms, ranks, and the eigenvalue score in [-1, 1] (Elhage et al. 2021, "Summarizing OV/QK Matrices").
+
+        ``eigen_matching`` = sum(lambda) / sum(|lambda|): near 1, a residual stream attends to others that hold the same.
+        """
+        S = self.singular_values
+        columns = {
+            "qk_frobenius_norm": S.square().sum(-1).sqrt(),
+            "qk_spectral_norm": S[:, 0],
+            "qk_stable_rank": spectra.stable_rank(S),
+            "qk_participation_ratio": spectra.participation_ratio(S),
+            "qk_entropy_rank": spectra.entropy_rank(S),
+            "qk_eigen_matching": spectra.eigenvalue_copying(self.eigenvalues),
+        }
+        frame = pd.DataFrame({"head": self.labels} | {name: column.numpy() for name, column in columns.items()})
+        frame.attrs = {"view": self.view, "offset": self.offset, "notes": self.notes}
+        return frame
+
+
+def qk_spectra(model: Model, offset: int = 0) -> QKSpectra:
+    """Singular values and eigenvalues of every head's QK, at a distance of query and key for rotary models.
+
+    Heads with weights that are not finite have NaN spectra; their tensors are named in ``notes``.
+
+    Raises:
+        CircuitsError: an offset for a model without rotary positions, or a negative one.
+    """
+    singular, eigen, notes = [], [], []
+    for layer in model.layers():
+        qk = _qk(model, layer, offset)
+        finite = (qk.left.isfinite().all(-1).all(-1) & qk.right.isfinite().all(-1).all(-1))[:, None]
+        if not finite.all():
+            notes += broken_tensors(model, layer)
+            qk = LowRank(*(torch.where(finite[..., None], factor, 0.0) for factor in (qk.left, qk.right)))
+        singular.append(torch.where(finite, qk.singular_values, torch.nan))
+        eigen.append(torch.where(finite, qk.eigenvalues, torch.nan))
+    return QKSpectra(
+        labels=model.head_labels,
+        view=model.view,
+        offset=_named_offset(model, offset),
+        singular_values=torch.cat(singular),
+        eigenvalues=torch.cat(eigen),
+        notes=notes,
+    )
+
+
+def largest_query_key_pairs(model: Model, head: str | Head, k: int = 20, offset: int = 0) -> pd.DataFrame:
+    """The ``k`` largest and ``k`` smallest entries of W_E W_QK(offset) W_E^T, exact over all pairs of tokens.
+
+    Pre-softmax scores of a query token for a key token, up to the scale that the reading norm gives each of them.
+
+    Returns:
+        Columns ``end`` (``positive`` or ``negative``), ``query``, ``query_id``, ``key``, ``key_id``, ``value``. ``attrs``:
+        model, head, view, circuit, offset (None without rotary positions), visited.
+
+    Raises:
+        CircuitsError: unknown head, no embeddings, an offset where there are no rotary positions, weights not finite.
+    """
+    chosen = model.head(head) if isinstance(head, str) else head
+    need_embeddings(model, "query-key token pairs")
+    qk = _qk(model, model.layer(chosen.layer), offset)[chosen.index]
+    queries, keys = model.W_E @ qk.left.float(), model.W_E @ qk.right.mT.float()
+    frame = pair_frame(model, queries, keys.mT, k, ("query", "key"))
+    frame.attrs |= {"head": chosen.label, "circuit": "W_E W_QK W_E^T", "offset": _named_offset(model, offset)}
+    return frame
+
+
+def position_pattern(model: Model, head: str | Head) -> Float[Tensor, "query key"]:
+    """The attention pattern of a head from learned positions alone, [n_ctx, n_ctx], causal, rows sum to one. float64.
+
+    The residual stream is taken to hold W_pos and nothing else: each row is normalised as LayerNorm would normalise it (its
+    own mean and variance, the config's epsilon, gain and bias), then queries and keys with their biases, the score scale and
+    the causal softmax. The same in every weight view.
+
+    Raises:
+        CircuitsError: unknown head; rotary positions, which are no vectors in the residual stream.
+    """
+    chosen = model.head(head) if isinstance(head, str) else head
+    if model.architecture.positions == "rotary":
+        raise CircuitsError(
+            f"{model.name} has rotary positions: no vectors in the residual stream stand for them, so there is no pattern from "
+            "positions alone; use offset_profile, the mean score at each distance of query and key"
+        )
+    positions = model.in_view("raw").W_pos
+    if positions is None:
+        raise CircuitsError(f"{model.name} has no position embeddings")
+    q, k = _queries_and_keys(model, chosen, positions)
+    scores = q @ k.mT
+    future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -math.inf).softmax(-1)
+
+
+def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tuple(range(65))) -> pd.DataFrame:
+    """What rotary positions do: a head's mean pre-softmax score at each distance of query and key.
+
+    Token embeddings stand for the residual stream, each normalised as the reading norm would, biases included.
+
+    Returns:
+        Columns ``offset`` (the query stands that many positions after the key), ``mean`` (over all pairs of vocabulary
+        tokens), ``same_token`` (over pairs of equal tokens).
+
+    Raises:
+        CircuitsError: unknown head, no rotary positions, no embeddings.
+    """
+    chosen = model.head(head) if isinstance(head, str) else head
+    need_embeddings(model, "offset profiles")
+    theta = _theta(model)
+    q, k = _queries_and_keys(model, chosen, model.in_view("raw").W_E)
+    same = q.mT @ k / len(q)  # trace of R(offset)^T (q^T k): the mean over tokens of a token's score for itself
+    records = []
+    for offset in offsets:
+        turned = rotate(
+            torch.eye(q.shape[-1], dtype=torch.float64), torch.full((q.shape[-1],), _distance(offset)), theta
+        )
+        records.append((offset, float(q.mean(0) @ turned @ k.mean(0)), float((turned * same).sum())))
+    frame = pd.DataFrame(records, columns=["offset", "mean", "same_token"])
+    frame.attrs = {
+        "model": model.name,
+        "head": chosen.label,
+        "source": "vocabulary embeddings, normalised; biases included",
+    }
+    return frame
+
+
+def _queries_and_keys(model: Model, head: Head, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """Scaled queries and keys [n, d_head] of residual-stream rows [n, d_model], normalised by their own scale. float64."""
+    folded = model.in_view("folded")
+    layer, a = folded.layer(head.layer), model.architecture
+    x = stream.double()
+    if a.norm == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / (x.square().mean(-1, keepdim=True) + a.norm_eps).sqrt()
+
+    def project(W: Tensor, b: Tensor | None, index: int) -> Tensor:
+        out = x @ W[index].double()
+        return out if b is None else out + b[index].double()
+
+    return project(layer.W_Q, layer.b_Q, head.index) * layer.score_scale, project(layer.W_K, layer.b_K, head.kv_head)
+
+
+def _qk(model: Model, layer: Layer, offset: int) -> LowRank:
+    """All heads' QK of a layer at a distance of query and key."""
+    if model.architecture.positions != "rotary":
+        if offset:
+            raise CircuitsError(f"{model.name} has learned positions: its QK matrix does not depend on an offset")
+        return layer.qk
+    if offset == 0:
+        return layer.qk
+    left = layer.qk.left
+    distance = torch.full(left.shape[-2:-1], _distance(offset))
+    return LowRank(rotate(left, distance, _theta(model)), layer.qk.right.double())
+
+
+def _named_offset(model: Model, offset: int) -> int | None:
+    return offset if model.architecture.positions == "rotary" else None
+
+
+def _distance(offset: int) -> int:
+    if offset < 0:
+        raise CircuitsError(f"the offset is how far the query stands after the key: it cannot be {offset}")
+    return offset
+
+
+def _theta(model: Model) -> float:
+    """The base of the rotary frequencies.
+
+    Raises:
+        CircuitsError: no rotary positions, or frequencies that are rescaled.
+    """
+    theta = model.architecture.rope_theta
+    if theta is None:
+        raise CircuitsError(
+            f"{model.name} has no rotary positions; position_pattern shows what its learned positions do"
+        )
+    config = model.source.checkpoint.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise CircuitsError(
+            f"rotary positions of kind {kind!r} rescale their frequencies; offsets are not computed for them"
+        )
+    return theta
