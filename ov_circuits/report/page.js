@@ -1183,7 +1183,7 @@ function headView(i) {
           h('div.plane-row', {}, planes.map(([title, of, plane]) => h('figure', {}, h('figcaption', {}, title, h('span.soft', {}, ', ', formula(of))), plane.node))),
           card.eigenvalues_full ? null : h('p.absent', {}, noEmbedding))),
       onPrompt?.section,
-      section('Scores', 'Where the head lies among all heads of the model.', scoreTable(i)),
+      section('Scores', data.payload.chance ? 'Where the head lies among all heads of the model; z counts standard deviations above what the head’s own spectrum would give by chance (hover says how).' : 'Where the head lies among all heads of the model.', scoreTable(i)),
     ].filter(Boolean));
     update();
   });
@@ -1269,14 +1269,17 @@ function scoreTable(i) {
     const rank = data.rank(score.key, i);
     const values = data.values[score.key];
     const { lo, hi } = scaleOf(values, false, score.range);
-    if (score.group !== group) rows.push(h('tr.group', {}, h('th', { colspan: 4, scope: 'colgroup' }, group = score.group)));
+    if (score.group !== group) rows.push(h('tr.group', {}, h('th', { colspan: 5, scope: 'colgroup' }, group = score.group)));
+    const chance = data.payload.chance?.[score.key];
+    const z = chance?.z[i];
     rows.push(h('tr', {},
       h('th', { scope: 'row', title: [score.note, score.source].filter(Boolean).join(' · ') }, score.label),
       h('td.num', {}, isNumber(v) ? h('span.swatch', { style: { background: scale.at(v).css } }) : null, formatIn(scale, v)),
+      h('td.num.soft', chance ? { title: `By chance ${formatIn(scale, chance.mean[i])}: ${chance.note}` } : {}, isNumber(z) ? `z ${format(z, { sign: true, digits: 2 })}` : ''),
       h('td.place', {}, ticks(values, lo, hi, v)),
       h('td.num.soft', {}, rank ? `${rank.rank} of ${rank.of}` : '')));
   }
-  return h('table.scores', {}, h('thead.visually-hidden', {}, h('tr', {}, ['Score', 'Value', 'Among all heads', 'Rank, largest first'].map((t) => h('th', { scope: 'col' }, t)))), h('tbody', {}, rows));
+  return h('table.scores', {}, h('thead.visually-hidden', {}, h('tr', {}, ['Score', 'Value', 'Standard deviations above chance', 'Among all heads', 'Rank, largest first'].map((t) => h('th', { scope: 'col' }, t)))), h('tbody', {}, rows));
 }
 
 // ----------------------------------------------------------------------------------------------------------------- view: prompt

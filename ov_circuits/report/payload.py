@@ -91,6 +91,7 @@ def dashboard(
             "meta": _meta(model, certificate, board.attrs["not_finite"]),
             "scores": scores,
             "values": values,
+            "chance": {key: _chance(board, key) for key in keys if f"{key}_z" in board},
             "cards": cards,
             "tokens": texts.table,
             "prompt": prompt,
@@ -145,6 +146,15 @@ def _score(key: str) -> dict[str, Any]:
         "range": score.range,
         "source": score.source,
         "note": score.note,
+    }
+
+
+def _chance(board: pd.DataFrame, key: str) -> dict[str, Any]:
+    """What a score would be by chance: its mean and the head's distance from it, one a head."""
+    return {
+        "note": board.attrs["nulls"][key],
+        "mean": [_number(v) for v in board[f"{key}_null_mean"]],
+        "z": [_number(v) for v in board[f"{key}_z"]],
     }
 
 

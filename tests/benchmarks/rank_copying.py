@@ -43,13 +43,14 @@ class Row:
 
 def straightforward(A: Tensor, B: Tensor, block: int = 64) -> Pair:
     """Counts of larger and smaller logits; 64 rows a block were faster than 256 and 1024 on the machine seen."""
-    larger, smaller = [], []
+    larger, smaller = torch.empty(len(A), dtype=torch.long), torch.empty(len(A), dtype=torch.long)
     for start in range(0, len(A), block):
-        logits = A[start : start + block] @ B
-        own = logits.gather(1, torch.arange(start, start + len(logits))[:, None])
-        larger.append((logits > own).sum(1))
-        smaller.append((logits < own).sum(1))
-    return torch.cat(larger), torch.cat(smaller)
+        part = slice(start, start + block)
+        logits = A[part] @ B
+        own = logits.gather(1, torch.arange(len(A))[part, None])
+        larger[part] = (logits > own).sum(1)
+        smaller[part] = (logits < own).sum(1)
+    return larger, smaller
 
 
 def pruned(A: Tensor, B: Tensor) -> Pair:
@@ -126,7 +127,7 @@ def main() -> None:
     )
     settled, wrong = sum(row.settled for row in rows), sum(row.wrong for row in rows)
     print(f"memberships identical but for {settled} rows, where float64 sums agree with the pruned way; wrong: {wrong}")
-    print(f"peak memory of both ways with the model: {peak_megabytes():.0f} MB")
+    print(f"peak memory of both ways, with torch and the model: {peak_megabytes():.0f} MB")
     if wrong:
         raise SystemExit(1)
 

@@ -1,0 +1,370 @@
+"""Every published copying score over tokens, each under its own name. None is "the" copying score.
+
+- :func:`rank_copying` (and suppression): whose own logit is among the k largest (smallest) of the whole vocabulary;
+- :func:`ioi_copying`, :func:`ioi_negative_copying`: Wang et al. 2022, "Interpretability in the Wild";
+- eigenvalue copying (Elhage et al. 2021) is in :mod:`ov_circuits.scores.board`, relations (Elhelou & Geva 2025) in
+  :mod:`ov_circuits.scores.relations`;
+- :func:`copy_table` puts them side by side, :func:`disagreements` says where they part.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from ov_circuits.checkpoint.locate import data_file
+from ov_circuits.checkpoint.mlp import Norm
+from ov_circuits.errors import CircuitsError
+from ov_circuits.linalg.vocab_ranks import capped_ranks, full_ranks
+from ov_circuits.model import Model
+from ov_circuits.scores.board import scoreboard
+from ov_circuits.scores.circuits import Circuit, Readings, circuits
+from ov_circuits.scores.sources import SOURCES, source_embedding
+
+KS = (1, 5, 10)
+# How many of the largest logits a name must be among (Wang et al. 2022).
+_IOI_TOP = 5
+
+
+def rank_copying(
+    model: Model,
+    heads: Sequence[str] | None = None,
+    source: str = "embed",
+    *,
+    each: bool = False,
+    ranks: bool | int = False,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Rank copying and suppression over the whole vocabulary. Exact; see :mod:`ov_circuits.linalg.vocab_ranks`.
+
+    ``rank_copying_k``: the share of tokens t whose own logit is among the k largest of row t of X W_V W_O W_U, that is, fewer
+    than k logits of the row are strictly larger. ``rank_suppression_k``: among the k smallest. Both in [0, 1]; by chance
+    k / n_vocab. Ties count for the token: a head that writes nothing scores 1 on both sides. A norm's scale multiplies a
+    whole row and drops out; biases (b_V, b_U) are left out.
+
+    Args:
+        model: the checkpoint, in the view that the weights are to have.
+        heads: every head when None; labels such as ``["1.4", "1.10"]`` score the **sum** of their circuits as one.
+        source: the source embedding X; see :mod:`ov_circuits.scores.sources`.
+        each: with ``heads``: one row a head instead of their sum.
+        ranks: also the mean and median rank from both ends, 0 for the first place. True takes every token, which costs the
+            whole product; a number takes that many tokens at random and adds the standard error of the means.
+        seed: which tokens those are.
+
+    Returns:
+        One row a head: ``head, layer, index`` (missing for sums), ``rank_copying_1/5/10``, ``rank_suppression_1/5/10`` and,
+        with ``ranks``, ``mean_rank, median_rank, suppression_mean_rank, suppression_median_rank`` and, for a sample,
+        ``mean_rank_error, suppression_mean_rank_error``. A head whose weights hold NaN or infinity has NaN.
+
+    Raises:
+        CircuitsError: no such head or source, or the checkpoint lacks embeddings (or the first MLP).
+    """
+    X = source_embedding(model, source)
+    sample = _sample(len(X), ranks, seed)
+    readings = Readings(X)
+    rows = []
+    for circuit in circuits(model, heads, each):
+        A, B = readings.of(circuit), circuit.writer @ model.W_U
+        rows.append(place_of(circuit) | _rank_scores(A, B, sample))
+    return frame_of(model, rows, source, "share of tokens whose own logit is among the k largest (smallest) of its row")
+
+
+def ioi_copying(
+    model: Model,
+    heads: Sequence[str] | None = None,
+    source: str = "embed_plus_mlp0",
+    *,
+    each: bool = False,
+    names: Sequence[str] | str | Path | None = None,
+) -> pd.DataFrame:
+    """Copy score of Wang et al. 2022: the share of names among the top 5 of their own row.
+
+    The residual stream after the first MLP at the name (without position), at the scale that the head's norm gives it, goes
+    through W_V W_O, through the final norm at its own scale (gain, bias and all), and through W_U. Biases of the head are
+    left out.
+
+    Args:
+        model: the checkpoint, in the view that the weights are to have.
+        heads, each: as for :func:`rank_copying`.
+        source: the residual stream at the name; by default W_E + MLP_0(ln_2(W_E)).
+        names: a list, or a CSV file with one column ``name``; by default the list that comes with the package. A name is
+            looked up with a leading space, and without where that is no single token.
+
+    Returns:
+        One row a head: ``head, layer, index, ioi_copying`` in [0, 1]. ``attrs`` counts the names used and lists the dropped.
+
+    Raises:
+        CircuitsError: as for :func:`rank_copying`; no tokenizer; or no name is a single token.
+    """
+    return _ioi(model, heads, source, each, names, {"ioi_copying": 1.0})
+
+
+def ioi_negative_copying(
+    model: Model,
+    heads: Sequence[str] | None = None,
+    source: str = "embed_plus_mlp0",
+    *,
+    each: bool = False,
+    names: Sequence[str] | str | Path | None = None,
+) -> pd.DataFrame:
+    """Negative copy score of Wang et al. 2022: :func:`ioi_copying` with -W_V W_O; column ``ioi_negative_copying``."""
+    return _ioi(model, heads, source, each, names, {"ioi_negative_copying": -1.0})
+
+
+def copy_table(model: Model, source: str = "embed") -> pd.DataFrame:
+    """All copying scores side by side, one row a head.
+
+    Columns: ``head, layer, index``, ``eigen_copying_ov``, ``eigen_copying_full``, ``rank_copying_*`` and
+    ``rank_suppression_*`` (for ``source``), ``ioi_copying``, ``ioi_negative_copying`` (for their own source),
+    ``relation_copying_names`` and ``relation_copying_names_suppression`` (raw weights, MLP_0 alone). What the checkpoint does
+    not allow (no MLPs, no tokenizer, names of several tokens) is left out, and ``attrs["left_out"]`` says why.
+
+    Raises:
+        CircuitsError: the checkpoint holds no embeddings, or there is no such source.
+    """
+    from ov_circuits.scores.relations import relation_scores
+
+    table = rank_copying(model, source=source)
+    eigen = scoreboard(model, ["eigen_copying_ov", "eigen_copying_full"], tokens=0)
+    left_out: dict[str, str] = {}
+    parts = [table, eigen[["eigen_copying_ov", "eigen_copying_full"]]]
+    try:
+        signs = {"ioi_copying": 1.0, "ioi_negative_copying": -1.0}
+        parts.append(_ioi(model, None, "embed_plus_mlp0", False, None, signs)[list(signs)])
+    except CircuitsError as error:
+        left_out["ioi_copying"] = str(error)
+    try:
+        names = relation_scores(model, ["copying_names"]).drop(columns=["head", "layer", "index"])
+        parts.append(names.add_prefix("relation_"))
+    except CircuitsError as error:
+        left_out["relation_copying_names"] = str(error)
+    attrs = table.attrs
+    for part in parts:
+        part.attrs = {}  # pandas compares them when it joins
+    joined = pd.concat(parts, axis=1)
+    joined.attrs = attrs | {"left_out": left_out, "definition": "every copying score under its own name"}
+    return joined
+
+
+# What each score looks at, in words that complete its name.
+_LOOKS_AT = {
+    "eigen_copying_ov": "weighs directions of the residual stream, embedding and unembedding aside",
+    "eigen_copying_full": "weighs directions as embedding and unembedding stretch them, a few large ones above all",
+    "rank_copying_10": "counts tokens of the whole vocabulary, each alike, that reach the ten largest logits of their row",
+    "ioi_copying": "counts first names only, after the first MLP, through the final norm with its bias",
+    "relation_copying_names": "counts first names only, by the first MLP's output alone, with unfolded weights",
+}
+
+
+def disagreements(table: pd.DataFrame) -> pd.DataFrame:
+    """Where copying scores disagree most: heads by the spread of their places in each score's own order.
+
+    Each score of ``table`` (from :func:`copy_table`) is turned into the head's place among all heads, 0 for the lowest and 1
+    for the highest (equal scores share the mean place); ``spread`` is the largest difference of two places. Scores that are
+    equal for all heads say nothing and are left out, as are missing values.
+
+    Returns:
+        Columns ``head, layer, index, spread, high, low`` (the scores that place it highest and lowest), ``reason`` (what the
+        two look at) and ``place_*`` of each score, largest spread first.
+
+    Raises:
+        CircuitsError: fewer than two scores tell heads apart.
+    """
+    scores = [name for name in _LOOKS_AT if name in table and table[name].nunique() > 1]
+    if len(scores) < 2:
+        raise CircuitsError(
+            f"disagreement takes two scores that differ between heads; the table has {scores or 'none'}"
+        )
+    places = (table[scores].rank() - 1) / (table[scores].count() - 1)
+    known = places.dropna(how="all")
+    high, low = known.idxmax(axis=1).astype(str), known.idxmin(axis=1).astype(str)
+    frame = table.loc[known.index, ["head", "layer", "index"]].copy()
+    frame["spread"] = known.max(axis=1) - known.min(axis=1)
+    frame["high"], frame["low"] = high, low
+    frame["reason"] = [
+        f"{h} {_LOOKS_AT[h]}; {w} {_LOOKS_AT[w]}" for h, w in zip(high.tolist(), low.tolist(), strict=True)
+    ]
+    frame = frame.join(known.add_prefix("place_"))
+    frame.attrs = dict(table.attrs)
+    return frame.sort_values("spread", ascending=False, kind="stable", ignore_index=True)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _sample(n: int, ranks: bool | int, seed: int) -> Tensor | None:
+    """The tokens whose full ranks are wanted: all, some, or none."""
+    if ranks is False:
+        return None
+    if ranks is True or ranks >= n:
+        return torch.arange(n)
+    if ranks < 2:
+        raise CircuitsError(f"ranks = {ranks}: a sample takes at least 2 tokens (True takes all of them)")
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:ranks].sort().values
+
+
+def _rank_scores(A: Tensor, B: Tensor, sample: Tensor | None) -> dict[str, float]:
+    names = [f"{end}_{k}" for end in ("rank_copying", "rank_suppression") for k in KS]
+    sampled = sample is not None and len(sample) < len(A)
+    if sample is not None:
+        names += ["mean_rank", "median_rank", "suppression_mean_rank", "suppression_median_rank"]
+    if sampled:
+        names += ["mean_rank_error", "suppression_mean_rank_error"]
+    if not (bool(A.isfinite().all()) and bool(B.isfinite().all())):
+        return dict.fromkeys(names, math.nan)
+    own = torch.arange(len(A))
+    full = None if sample is None else full_ranks(A[sample], B, own[sample])
+    members = full if full is not None and not sampled else capped_ranks(A, B, own, max(KS))
+    values = [share_below(end, k) for end in (members.larger, members.smaller) for k in KS]
+    if full is not None:
+        values += [number for end in (full.larger, full.smaller) for number in _mean_and_median(end)]
+    if sampled and full is not None:
+        values += [_standard_error(end, len(A)) for end in (full.larger, full.smaller)]
+    return dict(zip(names, values, strict=True))
+
+
+def share_below(ranks: Tensor, k: int) -> float:
+    """The share of ranks below k: of rows whose own logit is among the k first."""
+    return float((ranks < k).double().mean())
+
+
+def _mean_and_median(ranks: Tensor) -> tuple[float, float]:
+    return float(ranks.double().mean()), float(ranks.double().quantile(0.5))
+
+
+def _standard_error(ranks: Tensor, population: int) -> float:
+    """Of the mean of a sample drawn without replacement."""
+    return float(ranks.double().std()) * math.sqrt((1 - len(ranks) / population) / len(ranks))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def _ioi(
+    model: Model,
+    heads: Sequence[str] | None,
+    source: str,
+    each: bool,
+    names: Sequence[str] | str | Path | None,
+    signs: dict[str, float],
+) -> pd.DataFrame:
+    ids, dropped = _name_ids(model, names)
+    unembed = _FinalLayer(model)
+    readings = Readings(_Unscaled(model)(source_embedding(model, source, ids)))
+    rows: list[dict[str, Any]] = []
+    for circuit in circuits(model, heads, each):
+        logits = unembed(readings.of(circuit) @ circuit.writer)
+        scores = {name: _share_of_top(sign * logits + unembed.constant, ids) for name, sign in signs.items()}
+        rows.append(place_of(circuit) | scores)
+    frame = frame_of(model, rows, source, "Wang et al. 2022: share of names among the top 5 of their own row")
+    frame.attrs |= {"names": len(ids), "dropped": dropped}
+    return frame
+
+
+def _share_of_top(logits: Tensor, ids: Tensor) -> float:
+    """Of rows whose token ``ids[i]`` is among the five largest logits; NaN when one is not finite."""
+    if not bool(logits.isfinite().all()):
+        return math.nan
+    larger = (logits > logits.gather(1, ids[:, None])).sum(dim=1)
+    return share_below(larger, _IOI_TOP)
+
+
+class _Unscaled:
+    """The attention norm without its gain and bias, which the weight view carries or leaves out."""
+
+    def __init__(self, model: Model) -> None:
+        a = model.architecture
+        self._norm = Norm(a.norm, torch.ones(a.d_model), None, a.norm_eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._norm(x)
+
+
+class _FinalLayer:
+    """The final norm and W_U as stored: what a written vector would do to the logits if it stood alone."""
+
+    def __init__(self, model: Model) -> None:
+        s = model.source
+        self._norm = Norm(s.architecture.norm, s.final_gain, None, s.architecture.norm_eps)
+        self._W_U = s.unembedding
+        #: The norm's bias through W_U, [n_vocab], or zero: what does not change sign with the vector.
+        self.constant = torch.zeros(()) if s.final_bias is None else s.final_bias @ s.unembedding
+
+    def __call__(self, written: Tensor) -> Tensor:
+        """Logits [n, n_vocab], the constant left out."""
+        return self._norm(written) @ self._W_U
+
+
+def _name_ids(model: Model, names: Sequence[str] | str | Path | None) -> tuple[Tensor, list[str]]:
+    words = _read_names(data_file("names.csv") if names is None else names)
+    found = {word: single_token(model, word) for word in dict.fromkeys(words)}
+    ids = [token for token in found.values() if token is not None]
+    dropped = [word for word, token in found.items() if token is None]
+    if not ids:
+        raise CircuitsError(f"none of the names is a single token of {model.name}: {', '.join(dropped[:10])}, ..")
+    return torch.tensor(ids), dropped
+
+
+def _read_names(names: Sequence[str] | str | Path) -> Sequence[str]:
+    if not isinstance(names, (str, Path)):
+        return names
+    rows = read_csv(Path(names))
+    if not rows or rows[0] != ["name"]:
+        raise CircuitsError(f"{names} is no list of names: its first line must be the column's name, name")
+    return [row[0] for row in rows[1:]]
+
+
+def read_csv(file: Path) -> list[list[str]]:
+    """The rows of a CSV file, stripped, without ``#`` comments and empty lines.
+
+    Raises:
+        CircuitsError: it cannot be read.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CircuitsError(f"{file} cannot be read: {error}") from error
+    kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return [[cell.strip() for cell in row] for row in csv.reader(kept)]
+
+
+def single_token(model: Model, word: str) -> int | None:
+    """The id of a word as one token: with a leading space, as inside a sentence, or else without; None when neither is one.
+
+    A token that does not read as the word (an unknown-token id, say) is none.
+    """
+    for spelling in (f" {word}", word):
+        ids = model.tokenizer.encode(spelling)
+        if len(ids) == 1 and ids[0] < model.architecture.n_vocab and model.tokenizer.text(ids[0]).strip() == word:
+            return ids[0]
+    return None
+
+
+# -- frames -----------------------------------------------------------------------------------------------------------
+
+
+def place_of(circuit: Circuit) -> dict[str, Any]:
+    """The columns that say which head a row is."""
+    return {"head": circuit.label, "layer": circuit.layer, "index": circuit.index}
+
+
+def frame_of(model: Model, rows: list[dict[str, Any]], source: str, definition: str) -> pd.DataFrame:
+    """One row a circuit, with what the numbers are in ``attrs``."""
+    frame = pd.DataFrame(rows).astype({"layer": "Int64", "index": "Int64"})
+    if frame[["layer", "index"]].notna().all(axis=None):
+        frame = frame.astype({"layer": "int64", "index": "int64"})  # only sums lack one
+    frame.attrs = {
+        "model": model.name,
+        "view": model.view,
+        "source": source,
+        "source_definition": SOURCES[source],
+        "definition": definition,
+    }
+    return frame
