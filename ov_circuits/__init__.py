@@ -19,13 +19,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ov_circuits import scores
+    from ov_circuits.certificate import verify
     from ov_circuits.errors import CircuitsError
     from ov_circuits.linalg.lowrank import LowRank
     from ov_circuits.model import Head, Layer, Model, load
     from ov_circuits.report.payload import dashboard
     from ov_circuits.scores.board import scoreboard
-    from ov_circuits.trace.trace import Trace, trace
-    from ov_circuits.verify import verify
+    from ov_circuits.scores.composition import component_composition, composition, strongest_paths, subspace_overlap
+    from ov_circuits.scores.copy_table import copy_table, disagreements
+    from ov_circuits.scores.copying import ioi_copying, ioi_negative_copying, rank_copying
+    from ov_circuits.scores.directions import directions
+    from ov_circuits.scores.pairs import strongest_token_pairs
+    from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
+    from ov_circuits.scores.relations import relation_scores
+    from ov_circuits.trace.trace import Trace
 
 _HOMES = {
     "load": "model",
@@ -34,10 +42,25 @@ _HOMES = {
     "Head": "model",
     "LowRank": "linalg.lowrank",
     "Trace": "trace.trace",
-    "trace": "trace.trace",
     "scoreboard": "scores.board",
+    "composition": "scores.composition",
+    "strongest_paths": "scores.composition",
+    "component_composition": "scores.composition",
+    "subspace_overlap": "scores.composition",
+    "rank_copying": "scores.copying",
+    "ioi_copying": "scores.copying",
+    "ioi_negative_copying": "scores.copying",
+    "copy_table": "scores.copy_table",
+    "disagreements": "scores.copy_table",
+    "relation_scores": "scores.relations",
+    "directions": "scores.directions",
+    "strongest_token_pairs": "scores.pairs",
+    "qk_spectra": "scores.qk",
+    "largest_query_key_pairs": "scores.qk",
+    "offset_profile": "scores.qk",
+    "position_pattern": "scores.qk",
     "dashboard": "report.payload",
-    "verify": "verify",
+    "verify": "certificate",
     "CircuitsError": "errors",
 }
 
@@ -49,15 +72,33 @@ __all__ = [
     "Model",
     "Trace",
     "__version__",
+    "component_composition",
+    "composition",
+    "copy_table",
     "dashboard",
+    "directions",
+    "disagreements",
+    "ioi_copying",
+    "ioi_negative_copying",
+    "largest_query_key_pairs",
     "load",
+    "offset_profile",
+    "position_pattern",
+    "qk_spectra",
+    "rank_copying",
+    "relation_scores",
     "scoreboard",
-    "trace",
+    "scores",
+    "strongest_paths",
+    "strongest_token_pairs",
+    "subspace_overlap",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "scores":
+        return import_module("ov_circuits.scores")
     if name not in _HOMES:
         raise AttributeError(f"module 'ov_circuits' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
     value = getattr(import_module(f"ov_circuits.{_HOMES[name]}"), name)

@@ -29,6 +29,8 @@ from ov_circuits.terminal import (
     print_head,
     print_heads,
     print_json,
+    print_pairs,
+    print_paths,
     sort_heads,
     stderr,
     stdout,
@@ -205,15 +207,27 @@ def report(
 
 @app.command(
     epilog=_examples(
-        "ov-circuits heads --sort eigen_copying_full --top 10", "ov-circuits heads gpt2 -o gpt2-heads.csv"
+        "ov-circuits heads --sort eigen_copying_full --top 10",
+        "ov-circuits heads gpt2 --scores all -o gpt2-heads.csv",
     ),
 )
 def heads(
     model: ModelArgument = None,
     scores: Annotated[
         str | None,
-        typer.Option("--scores", metavar="A,B,..", show_default=False, help="Which scores. Default: all there are."),
+        typer.Option(
+            "--scores",
+            metavar="A,B,..",
+            show_default=False,
+            help="Which scores, or all: then also those over the whole vocabulary, up to a second a head. Default: spectra.",
+        ),
     ] = None,
+    source: Annotated[
+        str,
+        typer.Option(
+            "--source", help="Source embedding of rank copying: embed, embed_mlp0, embed_plus_mlp0, effective."
+        ),
+    ] = "embed",
     sort: Annotated[
         str | None,
         typer.Option("--sort", metavar="SCORE", show_default=False, help="Largest first. Default: by layer."),
@@ -230,13 +244,14 @@ def heads(
     from ov_circuits.scores.board import scoreboard
 
     opened = _open(model, view, revision)
-    names = None if scores is None else [part.strip() for part in scores.split(",") if part.strip()]
-    if names is not None and sort is not None and sort not in names:
-        names.append(sort)
+    every = scores is not None and scores.strip() == "all"
+    names = None if scores is None or every else [part.strip() for part in scores.split(",") if part.strip()]
+    if names is not None and sort is not None and sort.removesuffix("_z") not in names:
+        names.append(sort.removesuffix("_z"))
     if output is not None:
         check_suffix(output)
     with _target(output) as file:
-        frame = sort_heads(scoreboard(opened, names), sort, ascending)
+        frame = sort_heads(scoreboard(opened, "all" if every else names, source=source), sort, ascending)
         frame = frame if top is None else frame.head(top)
         if file is not None:
             write_frame(frame, file)
@@ -268,6 +283,84 @@ def head(
         print_json(facts)
     else:
         print_head(facts)
+
+
+@app.command(
+    epilog=_examples(
+        "ov-circuits paths --kind K --top 10", "ov-circuits paths gpt2 --kind all -o gpt2-composition.parquet"
+    ),
+)
+def paths(
+    model: ModelArgument = None,
+    kind: Annotated[str, typer.Option("--kind", metavar="Q|K|V|all", help="Which input of the later head.")] = "all",
+    top: Annotated[int, typer.Option("--top", min=1, help="Pairs to list.")] = 20,
+    output: TableOption = None,
+    view: ViewOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Composition: which later heads read what an earlier head writes. A file gets every pair, the screen the strongest."""
+    from ov_circuits.report.tables import check_suffix, to_json, write_frame
+    from ov_circuits.scores.composition import composition, strongest
+
+    opened = _open(model, view, revision)
+    if output is not None:
+        check_suffix(output)
+    with _target(output) as file:
+        frame = composition(opened, kind)
+        if file is not None:
+            write_frame(frame, file)
+    if as_json:
+        print(to_json(strongest(frame, top)))
+    elif output is None:
+        print_paths(strongest(frame, top), opened)
+    if output is not None:
+        note(f"{output}: {len(frame)} pairs, view {opened.view}")
+
+
+@app.command(
+    cls=_ModelFirst, epilog=_examples("ov-circuits pairs 1.1", "ov-circuits pairs smollm2 17.3 --circuit qk --offset 1")
+)
+def pairs(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[MODEL] HEAD", help="A model (see `heads --help`), and a head: 9.9 or L9H9.")
+    ],
+    circuit: Annotated[
+        str, typer.Option("--circuit", metavar="ov|qk", help="Token to output, or query to key.")
+    ] = "ov",
+    offset: Annotated[
+        int, typer.Option("--offset", help="With qk and rotary positions: query minus key position.")
+    ] = 0,
+    top: Annotated[int, typer.Option("--top", min=1, help="Pairs at each end.")] = 10,
+    output: TableOption = None,
+    view: ViewOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The strongest token pairs of a head, exact over the whole vocabulary: what it writes for what, or attends to from what."""
+    from ov_circuits.report.tables import check_suffix, to_json, write_frame
+    from ov_circuits.scores.pairs import strongest_token_pairs
+    from ov_circuits.scores.qk import largest_query_key_pairs
+
+    if circuit not in ("ov", "qk"):
+        raise CircuitsError(f"there is no circuit {circuit!r}: choose ov (token to output) or qk (query to key)")
+    name, label = _model_and("HEAD", arguments)
+    opened = _open(name, view, revision)
+    if output is not None:
+        check_suffix(output)
+    with _target(output) as file:
+        if circuit == "ov":
+            frame = strongest_token_pairs(opened, label, top)
+        else:
+            frame = largest_query_key_pairs(opened, label, top, offset)
+        if file is not None:
+            write_frame(frame, file)
+    if as_json:
+        print(to_json(frame))
+    elif output is None:
+        print_pairs(frame, opened)
+    if output is not None:
+        note(f"{output}: {len(frame)} pairs, view {opened.view}")
 
 
 # -- heads on a prompt ------------------------------------------------------------------------------------------------
@@ -389,7 +482,7 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Check on this very checkpoint that heads sum to the model's own attention. Exit code 1 when a check fails."""
-    from ov_circuits.verify import verify as run_checks
+    from ov_circuits.certificate import verify as run_checks
 
     opened = _open(model, None, revision)
     text = None if prompt is None else _prompt(prompt, ids)

@@ -40,8 +40,8 @@ from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich, gram
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ov_circuits.certificate import Certificate
     from ov_circuits.trace.trace import Trace
-    from ov_circuits.verify import Certificate
 
 # How many layers' attention weights stay in memory, as float32.
 _CACHED_LAYERS = 3
@@ -294,8 +294,8 @@ class Model:
         return trace(self, prompt, bos=bos)
 
     def verify(self) -> Certificate:
-        """Check the split on this very checkpoint; see :func:`ov_circuits.verify.verify`."""
-        from ov_circuits.verify import verify
+        """Check the split on this very checkpoint; see :func:`ov_circuits.certificate.verify`."""
+        from ov_circuits.certificate import verify
 
         return verify(self)
 

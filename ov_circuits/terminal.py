@@ -12,13 +12,20 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console, JustifyMethod
 
+    from ov_circuits.certificate import Certificate
     from ov_circuits.checkpoint.census import Census
     from ov_circuits.model import Head, Model
     from ov_circuits.trace.trace import Trace
-    from ov_circuits.verify import Certificate
 
 # What fits on a terminal; a file or --json gets every column.
-_SHOWN_SCORES = ("eigen_copying_ov", "eigen_copying_full", "ov_frobenius_norm", "ov_stable_rank")
+_SHOWN_SCORES = (
+    "eigen_copying_ov",
+    "eigen_copying_full",
+    "eigen_copying_full_z",
+    "ov_frobenius_norm",
+    "ov_stable_rank",
+)
+_PATH_NUMBERS = ("value", "null_mean", "z", "z_paired")
 _SHOWN_TOKENS = 3
 _PIPE_WIDTH = 160
 
@@ -116,7 +123,8 @@ def sort_heads(frame: pd.DataFrame, key: str | None, ascending: bool) -> pd.Data
 
 def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, sort: str | None) -> None:
     """The scoreboard: the scores that were asked for, or the few that fit, and the one it is sorted by."""
-    shown = [name for name in (names or _SHOWN_SCORES) if name in frame.columns]
+    asked = _SHOWN_SCORES if names is None else [column for name in names for column in (name, f"{name}_z")]
+    shown = [name for name in asked if name in frame.columns]
     if sort is not None and sort not in (*shown, "head", "layer", "index", "kv_head"):
         shown.append(sort)
     token_columns = [name for name in ("reads_plus", "writes_plus") if name in frame.columns and names is None]
@@ -131,6 +139,31 @@ def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, 
     # Spaces for underscores: a narrow terminal folds at words.
     titles = [name.replace("_", " ") for name in ("head", *shown, *token_columns)]
     _print_table(f"{model.name}, view {model.view}", titles, rows, "l" + "r" * len(shown))
+
+
+def print_paths(frame: pd.DataFrame, model: Model) -> None:
+    """The strongest pairs of heads."""
+    rows = [
+        (row["sender"], row["receiver"], row["kind"], *(_number(row[name]) for name in _PATH_NUMBERS))
+        for row in frame.to_dict("records")
+    ]
+    columns = ("sender", "receiver", "kind", *(name.replace("_", " ") for name in _PATH_NUMBERS))
+    _print_table(f"{model.name}, view {model.view}: composition", columns, rows, "lll" + "r" * len(_PATH_NUMBERS))
+    note("null mean, z: random rotations; z paired: against all pairs of the kind, by which rows are sorted")
+    for sentence in frame.attrs["notes"]:
+        note(sentence)
+
+
+def print_pairs(frame: pd.DataFrame, model: Model) -> None:
+    """The strongest token pairs at both ends."""
+    read, write = (name for name in frame.columns if name in ("source", "output", "query", "key"))
+    rows = [
+        (row["end"], _tokens([row[read]]), _tokens([row[write]]), _number(row["value"]))
+        for row in frame.to_dict("records")
+    ]
+    title = f"{model.name}, head {frame.attrs['head']}, view {model.view}: {frame.attrs['circuit']}"
+    offset = frame.attrs.get("offset")
+    _print_table(title + ("" if offset is None else f", offset {offset}"), ("end", read, write, "value"), rows, "lllr")
 
 
 def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
@@ -148,7 +181,7 @@ def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
         "kv_head": head.kv_head,
         "shapes": {name: list(getattr(head, name).shape) for name in ("W_Q", "W_K", "W_V", "W_O")},
         "scores": {score.key: float(score.compute(circuits)[head.index]) for score in possible},
-        "singular_values": head.ov.singular_values.tolist(),
+        "singular_values": circuits.ov.singular_values[head.index].tolist(),
         "directions": [],
     }
     if not model.has_embeddings:

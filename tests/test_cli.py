@@ -24,12 +24,12 @@ from test_model import write_gguf
 from typer.testing import CliRunner
 
 import ov_circuits as ov
+from ov_circuits.certificate import Certificate, Check
 from ov_circuits.checkpoint import fetch
 from ov_circuits.checkpoint.census import census
 from ov_circuits.cli import app
 from ov_circuits.errors import CircuitsError
 from ov_circuits.report.tables import to_json, write_frame
-from ov_circuits.verify import Certificate, Check
 
 COMMANDS = ("report", "heads", "head", "attribute", "inspect", "split", "verify", "fetch")
 
@@ -311,7 +311,7 @@ def test_verify_ends_with_1_when_a_check_fails(tiny_gpt2_char, monkeypatch):
     failed = Certificate(
         "m", (Check("sum of heads", False, 0.5, 1e-5, "layer 0"), Check("ledger", None, None, None, "why"))
     )
-    monkeypatch.setattr("ov_circuits.verify.verify", lambda model, prompt=None: failed)
+    monkeypatch.setattr("ov_circuits.certificate.verify", lambda model, prompt=None: failed)
     assert "FAILED" in run("verify", tiny_gpt2_char, code=1).stdout
     assert run_json("verify", tiny_gpt2_char, code=1)["passed"] is False
 

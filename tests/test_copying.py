@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ov_circuits as ov
-from ov_circuits.scores.copying import copy_table, disagreements, ioi_copying, ioi_negative_copying, rank_copying
+from ov_circuits.scores.copy_table import copy_table, disagreements
+from ov_circuits.scores.copying import ioi_copying, ioi_negative_copying, rank_copying
 from ov_circuits.scores.sources import SOURCES, source_embedding
 
 

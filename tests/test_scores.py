@@ -11,7 +11,7 @@ import torch
 import ov_circuits as ov
 from ov_circuits import CircuitsError
 from ov_circuits.scores import spectra
-from ov_circuits.scores.board import SCORES
+from ov_circuits.scores.board import SCORES, all_scores
 from ov_circuits.scores.directions import directions, separable
 
 
@@ -77,7 +77,7 @@ def test_the_board_has_one_row_a_head_in_order_and_says_its_view(any_folder):
     assert board.attrs["view"] == model.view
     expected = [key for key, score in SCORES.items() if model.has_embeddings or not score.needs_embeddings]
     assert [column for column in board.columns if column in SCORES] == expected
-    assert board.attrs["left_out"] == [key for key in SCORES if key not in expected]
+    assert set(board.attrs["left_out"]) >= {key for key in SCORES if key not in expected}
     assert set(board.attrs["sources"]) == set(expected)
 
 
@@ -197,3 +197,56 @@ def test_near_equal_singular_values_are_flagged():
 def test_directions_without_embeddings_are_refused(gpt2_small_attention):
     with pytest.raises(CircuitsError, match="no embeddings"):
         directions(ov.load(gpt2_small_attention), 0)
+
+
+# -- scores over the vocabulary as columns, and one call a score ---------------------------------------------------------
+
+
+def test_all_scores_stand_side_by_side_each_with_its_chance(stories260k):
+    model = ov.load(stories260k)
+    board = ov.scoreboard(model, "all", tokens=0)
+    expected = [key for key in all_scores() if key not in board.attrs["left_out"]]
+    assert [column for column in board if column in all_scores()] == expected
+    assert {"rank_copying_1", "ioi_copying", "relation_verb_past"} <= set(expected) | set(board.attrs["left_out"])
+    ranks = ov.rank_copying(model)
+    for k in (1, 5, 10):
+        assert board[f"rank_copying_{k}"].equals(ranks[f"rank_copying_{k}"])
+        p = k / model.architecture.n_vocab
+        assert (board[f"rank_copying_{k}_null_mean"] == p).all()
+        z = (ranks[f"rank_copying_{k}"] - p) / math.sqrt(p * (1 - p) / model.architecture.n_vocab)
+        assert (board[f"rank_copying_{k}_z"] - z).abs().max() < 1e-9
+    assert board.attrs["nulls"]["rank_copying_1"].startswith("every order of the vocabulary alike")
+
+
+def test_what_a_checkpoint_does_not_allow_is_left_out_of_all_and_refused_by_name(tiny_gpt2_char, gpt2_small_attention):
+    """The character model has no token for any first name."""
+    model = ov.load(tiny_gpt2_char)
+    board = ov.scoreboard(model, "all", tokens=0)
+    assert "ioi_copying" not in board and "name" in board.attrs["left_out"]["ioi_copying"]
+    with pytest.raises(CircuitsError, match="single token"):
+        ov.scoreboard(model, ["ioi_copying"])
+    left_out = ov.scoreboard(ov.load(gpt2_small_attention), "all").attrs["left_out"]
+    assert {"rank_copying_1", "eigen_copying_full", "relation_verb_past"} <= set(left_out)
+
+
+def test_every_score_is_a_function_of_its_name(stories260k):
+    model = ov.load(stories260k)
+    board = ov.scoreboard(model, tokens=0)
+    for key in ("ov_stable_rank", "eigen_copying_full"):
+        frame = getattr(ov.scores, key)(model)
+        assert list(frame.columns) == ["head", "layer", "index", "kv_head", key, f"{key}_null_mean", f"{key}_z"]
+        assert frame[key].equals(board[key])
+        assert SCORES[key].source in getattr(ov.scores, key).__doc__
+    effective = ov.scores.rank_copying_1(model, source="effective")
+    assert effective.attrs["source_embedding"] == "effective"
+    assert effective["rank_copying_1"].equals(ov.rank_copying(model, source="effective")["rank_copying_1"])
+    with pytest.raises(AttributeError, match="no score 'eigen_copying'"):
+        ov.scores.eigen_copying  # noqa: B018
+
+
+def test_public_names_are_what_they_say_even_after_their_modules_were_imported(tiny_gpt2_char):
+    """A submodule of the same name would take a function's place in the package."""
+    ov.load(tiny_gpt2_char).verify()
+    for name in ov.__all__:
+        value = getattr(ov, name)
+        assert name in ("__version__", "scores") or callable(value), name

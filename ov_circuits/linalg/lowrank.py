@@ -234,20 +234,14 @@ class LowRank(Spectrum):
         """B^T @ coefficients, [..., m, k]."""
         return self.right.double().mT @ coefficients
 
-    def top_entries(self, k: int, *, largest: bool = True, block: int = 4096) -> Entries:
-        """The ``k`` largest (or smallest) entries of M, exact, in blocks of ``block`` rows. No batch dimension."""
-        if self.left.ndim != 2:
+    def top_entries(self, k: int, *, largest: bool = True) -> Entries:
+        """The ``k`` largest (or smallest) entries of M; see :func:`ov_circuits.linalg.top_entries.top_entries`."""
+        from ov_circuits.linalg.top_entries import top_entries
+
+        if len(self.shape) != 2:
             raise ValueError("top_entries takes one matrix: select a head first")
-        n, m = self.shape
-        k = min(k, n * m)
-        values, flat = torch.empty(0, dtype=self.left.dtype), torch.empty(0, dtype=torch.long)
-        for start in range(0, n, block):
-            part = (self.left[start : start + block] @ self.right).flatten()
-            best = part.topk(min(k, part.numel()), largest=largest)
-            values, flat = torch.cat([values, best.values]), torch.cat([flat, best.indices + start * m])
-            keep = values.topk(min(k, values.numel()), largest=largest).indices
-            values, flat = values[keep], flat[keep]
-        return Entries(flat // m, flat % m, values)
+        found = top_entries(self.left, self.right, k)
+        return found.largest if largest else found.smallest
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import ov_circuits
+from ov_circuits.certificate import Certificate, verify
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Head, Model
 from ov_circuits.progress import track
@@ -26,7 +27,6 @@ from ov_circuits.scores.board import SCORES, LayerCircuits, scoreboard
 from ov_circuits.scores.directions import Directions, Ends, directions, token_text
 from ov_circuits.trace.ledger import ledger
 from ov_circuits.trace.trace import Trace
-from ov_circuits.verify import Certificate, verify
 
 _DIRECTIONS = 6
 _TOKENS = 8

@@ -1,6 +1,8 @@
 """The scoreboard: one row a head, every score under its published name.
 
-``SCORES`` is the one list of per-head scores: tables, the CLI and the pages take names, labels, ranges and sources from it.
+``SCORES`` (spectra, layer by layer) and :func:`ov_circuits.scores.vocabulary.vocabulary_scores` (over the whole vocabulary) are
+the one list of per-head scores: tables, the command line and the pages take names, labels, ranges and sources from it. Each is
+also a function of its name in :mod:`ov_circuits.scores`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import pandas as pd
 import torch
@@ -21,6 +24,7 @@ from ov_circuits.progress import track
 from ov_circuits.scores import spectra
 from ov_circuits.scores.chance import NULL_NOTES, Circuits, Draws, LayerDraws, NullKind
 from ov_circuits.scores.directions import directions, token_list
+from ov_circuits.scores.vocabulary import NULL_NOTE, VocabularyScore, vocabulary_columns, vocabulary_scores
 
 
 class LayerCircuits:
@@ -204,47 +208,81 @@ TOKEN_COLUMNS = ("reads_plus", "writes_plus", "reads_minus", "writes_minus")
 
 
 def scoreboard(
-    model: Model, scores: Sequence[str] | None = None, tokens: int = 5, nulls: bool = True, seed: int = 0
+    model: Model,
+    scores: Sequence[str] | str | None = None,
+    tokens: int = 5,
+    *,
+    nulls: bool = True,
+    source: str = "embed",
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Weight-only scores of every head.
 
     Args:
         model: the checkpoint, in the weight view that the scores are to have.
-        scores: names from ``SCORES``; all that the checkpoint allows when None.
+        scores: names from ``SCORES`` (spectra: milliseconds a head) and from
+            :func:`ov_circuits.scores.vocabulary.vocabulary_scores` (over the whole vocabulary: up to a second a head);
+            ``"all"`` for both; None for all of ``SCORES`` that the checkpoint allows.
         tokens: how many tokens the leading singular pair is shown with at each end (0 leaves these columns out).
-
         nulls: whether to say what each score would be by chance.
+        source: the source embedding of rank copying (:mod:`ov_circuits.scores.sources`); IOI and relation scores have their
+            papers' own.
         seed: of the nulls' random rotations.
 
     Returns:
         One row a head in layer-major order: ``head``, ``layer``, ``index``, ``kv_head``, the scores, each followed by
         ``.._null_mean`` and ``.._z`` (standard deviations above it; :mod:`ov_circuits.scores.chance`), and, where there are
         embeddings, ``reads_plus``, ``writes_plus``, ``reads_minus``, ``writes_minus`` (lists of token texts: what excites
-        either end of the leading singular direction of W_V W_O, and what is then written). ``attrs`` says model, view,
-        each score's source and null, which scores were ``left_out`` for want of embeddings, and which heads are ``not_finite``: their
-        weights hold NaN or infinity, so their scores are NaN.
+        either end of the leading singular direction of W_V W_O, and what is then written). ``attrs``: ``model``, ``view``,
+        ``source_embedding``, each score's ``sources`` and ``nulls``, which scores were ``left_out`` and why, and which heads
+        are ``not_finite``: their weights hold NaN or infinity, so their scores are NaN.
 
     Raises:
-        CircuitsError: an unknown score, or one that needs embeddings the checkpoint does not hold.
+        CircuitsError: an unknown score or source, or a named score that the checkpoint does not allow.
     """
-    chosen = _chosen(model, scores)
+    by_layer, over_vocabulary = _chosen(model, scores)
     tokens = tokens if model.has_embeddings else 0
-    draws = Draws(model, seed=seed) if nulls else None
+    draws = Draws(model, seed=seed) if nulls and by_layer else None
     parts, not_finite = [], []
     for index in track(range(model.n_layers), "Scoring heads"):
-        parts.append(_layer_frame(model, index, chosen, tokens, draws))
+        parts.append(_layer_frame(model, index, by_layer, tokens, draws))
         finite = model.layer(index).finite_heads.tolist()
         not_finite += [f"{index}.{head}" for head, ok in enumerate(finite) if not ok]
     frame = pd.concat(parts, ignore_index=True)
+    left_out = _left_out(model) if scores is None or scores == "all" else {}
+    if over_vocabulary:
+        columns, why_not = vocabulary_columns(model, over_vocabulary, source, nulls)
+        if why_not and scores != "all":
+            raise CircuitsError(next(iter(why_not.values())))
+        frame = pd.concat([frame, columns], axis=1)
+        left_out |= why_not
+    known = all_scores()
+    shown = [key for key in known if key in frame]
     frame.attrs = {
         "model": model.name,
         "view": model.view,
-        "sources": {score.key: score.source for score in chosen},
-        "nulls": {score.key: NULL_NOTES[score.null] for score in chosen} if nulls else {},
+        "source_embedding": source,
+        "sources": {key: known[key].source for key in shown},
+        "nulls": {key: null_note(key) for key in shown} if nulls else {},
         "not_finite": not_finite,
-        "left_out": [] if model.has_embeddings else [s.key for s in SCORES.values() if s.needs_embeddings],
+        "left_out": left_out,
     }
     return frame
+
+
+def all_scores() -> dict[str, Score | VocabularyScore]:
+    """Every column that the board can have, by name."""
+    return {**SCORES, **vocabulary_scores()}
+
+
+def null_note(key: str) -> str:
+    """What a score is compared with, in words."""
+    return NULL_NOTES[SCORES[key].null] if key in SCORES else NULL_NOTE
+
+
+def score_frame(key: str, model: Model, **options: Any) -> pd.DataFrame:
+    """One score for every head: ``head, layer, index, kv_head``, the score, its null and z; options as of :func:`scoreboard`."""
+    return scoreboard(model, [key], tokens=0, **options)
 
 
 def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int, draws: Draws | None) -> pd.DataFrame:
@@ -277,16 +315,28 @@ def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int,
     return pd.DataFrame(columns)
 
 
-def _chosen(model: Model, names: Sequence[str] | None) -> list[Score]:
+def _chosen(model: Model, names: Sequence[str] | str | None) -> tuple[list[Score], list[str]]:
+    """The asked scores: those computed layer by layer, and the names of those over the vocabulary."""
+    possible = [score for score in SCORES.values() if model.has_embeddings or not score.needs_embeddings]
     if names is None:
-        return [score for score in SCORES.values() if model.has_embeddings or not score.needs_embeddings]
-    chosen = []
-    for name in names:
-        if name not in SCORES:
-            near = difflib.get_close_matches(name, SCORES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise CircuitsError(f"there is no score {name!r}{hint} The scores are: {', '.join(SCORES)}")
-        if SCORES[name].needs_embeddings and not model.has_embeddings:
+        return possible, []
+    known = all_scores()
+    if names == "all":
+        return possible, list(vocabulary_scores()) if model.has_embeddings else []
+    asked = [names] if isinstance(names, str) else list(names)
+    for name in asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise CircuitsError(f"there is no score {name!r}{hint} The scores are: {', '.join(known)}, or all")
+        if known[name].needs_embeddings and not model.has_embeddings:
             raise CircuitsError(f"the score {name} needs embeddings, and {model.name} holds attention weights only")
-        chosen.append(SCORES[name])
-    return chosen
+    return [SCORES[name] for name in asked if name in SCORES], [name for name in asked if name not in SCORES]
+
+
+def _left_out(model: Model) -> dict[str, str]:
+    """The scores that a checkpoint without embeddings does not allow."""
+    if model.has_embeddings:
+        return {}
+    reason = f"{model.name} holds attention weights only, no embeddings"
+    return {key: reason for key, score in all_scores().items() if score.needs_embeddings}

@@ -176,10 +176,14 @@ def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Comp
 
 def strongest_paths(model: Model, n: int = 50, kind: str = "all") -> pd.DataFrame:
     """The ``n`` pairs that stand out most from all pairs of their kind: :func:`composition`, by falling ``z_paired``."""
-    frame = composition(model, kind)
-    strongest = frame.nlargest(n, "z_paired").reset_index(drop=True)
-    strongest.attrs = frame.attrs
-    return strongest
+    return strongest(composition(model, kind), n)
+
+
+def strongest(frame: pd.DataFrame, n: int) -> pd.DataFrame:
+    """The ``n`` first rows of a frame of :func:`composition` by falling ``z_paired``."""
+    found = frame.nlargest(n, "z_paired").reset_index(drop=True)
+    found.attrs = frame.attrs
+    return found
 
 
 def component_composition(

@@ -1,0 +1,166 @@
+"""Scores over the whole vocabulary, as columns of the scoreboard: rank copying, IOI copying, relations.
+
+They take seconds to minutes where spectra take milliseconds, so the board has them when they are asked for by name or with
+``"all"``. By chance every order of the vocabulary is alike: a token is among the k first with probability k / n_vocab, and a
+share of N tokens has the binomial spread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pandas as pd
+
+from ov_circuits.errors import CircuitsError
+from ov_circuits.model import Model
+from ov_circuits.scores.copying import IOI_SIGNS, IOI_TOP, KS, ioi_scores, rank_copying
+from ov_circuits.scores.relations import relation_names, relation_scores
+
+NULL_NOTE = "every order of the vocabulary alike: k / n_vocab, with binomial spread"
+
+_MCDOUGALL = "over the full vocabulary, as in McDougall et al. 2023, Copy Suppression"
+
+
+@dataclass(frozen=True)
+class VocabularyScore:
+    """What a column is; fields as of :class:`ov_circuits.scores.board.Score`.
+
+    Attributes:
+        family: the function that gives it, together with its siblings.
+        relation: the relation's name, where it is of one.
+    """
+
+    key: str
+    label: str
+    group: str
+    source: str
+    note: str
+    family: str
+    relation: str | None = None
+    needs_embeddings: bool = True
+    diverging: bool = False
+    range: tuple[float, float] = (0.0, 1.0)
+
+
+@lru_cache(maxsize=1)
+def vocabulary_scores() -> dict[str, VocabularyScore]:
+    """All columns of this kind by name."""
+    found = []
+    for k in KS:
+        place = "its own largest logit" if k == 1 else f"among the {k} largest of its row"
+        found.append(
+            VocabularyScore(
+                f"rank_copying_{k}",
+                f"Rank copying, k = {k}",
+                "Copying over tokens",
+                f"rank of a token in its own row, {_MCDOUGALL}",
+                f"Share of tokens whose own logit is {place} of X W_V W_O W_U. Exact; ties count for the token.",
+                "rank_copying",
+            )
+        )
+        found.append(
+            VocabularyScore(
+                f"rank_suppression_{k}",
+                f"Rank suppression, k = {k}",
+                "Copying over tokens",
+                f"rank of a token in its own row, {_MCDOUGALL}",
+                f"Share of tokens whose own logit is among the {k} smallest of its row of X W_V W_O W_U.",
+                "rank_copying",
+            )
+        )
+    for key, factor in IOI_SIGNS.items():
+        sign = "" if factor > 0 else "-"
+        found.append(
+            VocabularyScore(
+                key,
+                "IOI negative copy score" if sign else "IOI copy score",
+                "Copying over tokens",
+                "Wang et al. 2022, Interpretability in the Wild",
+                f"Share of first names among the {IOI_TOP} largest logits after the first MLP and {sign}W_V W_O.",
+                "ioi",
+            )
+        )
+    for name in relation_names():
+        for suffix, word in (("", "largest"), ("_suppression", "smallest")):
+            found.append(
+                VocabularyScore(
+                    f"relation_{name}{suffix}",
+                    f"{name.replace('_', ' ')}{' (suppression)' if suffix else ''}",
+                    "Relations",
+                    "Elhelou & Geva 2025, Inferring Functionality of Attention Heads from their Parameters",
+                    f"Share of pairs whose target is among the {word} logits of the source's row; raw weights, MLP_0 alone.",
+                    "relations",
+                    relation=name,
+                )
+            )
+    return {score.key: score for score in found}
+
+
+def vocabulary_columns(
+    model: Model, keys: Sequence[str], source: str, nulls: bool
+) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The asked columns for every head in board order, and for each that could not be had, why.
+
+    Args:
+        keys: names from :func:`vocabulary_scores`.
+        source: the source embedding of rank copying; the others have their papers' own.
+        nulls: whether ``.._null_mean`` and ``.._z`` follow each column.
+
+    Raises:
+        CircuitsError: unknown source, or no embeddings.
+    """
+    scores = vocabulary_scores()
+    columns: dict[str, pd.Series] = {}
+    why_not: dict[str, str] = {}
+    for family, get in _families(model, source).items():
+        wanted = [key for key in keys if scores[key].family == family]
+        if not wanted:
+            continue
+        try:
+            frame = get(wanted)
+        except CircuitsError as error:
+            why_not |= dict.fromkeys(wanted, str(error))
+            continue
+        for key in wanted:
+            column = key.removeprefix("relation_")
+            if column not in frame:
+                why_not[key] = frame.attrs["left_out"][scores[key].relation]
+                continue
+            columns[key] = frame[column]
+            if nulls:
+                mean, std = _chance(model, scores[key], frame)
+                columns[f"{key}_null_mean"] = frame[column].where(frame[column].isna(), mean)
+                columns[f"{key}_z"] = (frame[column] - mean) / std
+    ordered = {name: columns[name] for key in keys for name in columns if name in (key, f"{key}_null_mean", f"{key}_z")}
+    return pd.DataFrame(ordered), why_not
+
+
+def _families(model: Model, source: str) -> dict[str, Callable[[list[str]], pd.DataFrame]]:
+    """How each family's frame is had, all its columns at once."""
+
+    def relations(keys: list[str]) -> pd.DataFrame:
+        names = dict.fromkeys(name for key in keys if (name := vocabulary_scores()[key].relation) is not None)
+        every = len(names) == len(relation_names())
+        return relation_scores(model, None if every else list(names))
+
+    return {
+        "rank_copying": lambda keys: rank_copying(model, source=source),
+        "ioi": lambda keys: ioi_scores(model, None, "embed_plus_mlp0", False, None, IOI_SIGNS),
+        "relations": relations,
+    }
+
+
+def _chance(model: Model, score: VocabularyScore, frame: pd.DataFrame) -> tuple[float, float]:
+    """Mean and standard deviation of a share by chance."""
+    n_vocab = model.architecture.n_vocab
+    if score.family == "rank_copying":
+        k, n = int(score.key.rsplit("_", 1)[1]), n_vocab
+    elif score.family == "ioi":
+        k, n = IOI_TOP, frame.attrs["names"]
+    else:
+        k, n = frame.attrs["k"][score.relation], frame.attrs["pairs"][score.relation]
+    p = min(k / n_vocab, 1.0)
+    return p, math.sqrt(p * (1 - p) / n) or math.nan
