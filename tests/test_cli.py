@@ -31,7 +31,7 @@ from ov_circuits.cli import app
 from ov_circuits.errors import CircuitsError
 from ov_circuits.report.tables import to_json, write_frame
 
-COMMANDS = ("report", "heads", "head", "attribute", "inspect", "split", "verify", "fetch")
+COMMANDS = ("report", "heads", "head", "paths", "pairs", "attribute", "inspect", "split", "verify", "fetch")
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -466,3 +466,47 @@ def test_running_a_prompt_prints_nothing_but_the_result(tiny_gpt2_char):
     assert result.returncode == 0
     assert json.loads(result.stdout)["model"] == "tiny-gpt2-char"
     assert result.stderr == "running the prompt\n"
+
+
+# -- scores over the vocabulary, paths and pairs --------------------------------------------------------------------------
+
+
+def test_heads_gives_chosen_scores_over_the_vocabulary_with_their_source(stories260k):
+    facts = run_json("heads", stories260k, "--scores", "rank_copying_5,ov_stable_rank", "--source", "effective")
+    expected = ov.rank_copying(ov.load(stories260k), source="effective")["rank_copying_5"]
+    assert [row["rank_copying_5"] for row in facts["rows"]] == pytest.approx(expected.tolist())
+    assert facts["source_embedding"] == "effective" and {"ov_stable_rank_z", "rank_copying_5_z"} <= set(
+        facts["rows"][0]
+    )
+    assert "rank copying 5 z" in squeezed(run("heads", stories260k, "--scores", "rank_copying_5").stdout)
+
+
+def test_heads_all_is_every_score_the_checkpoint_allows(stories260k, tmp_path):
+    run("heads", stories260k, "--scores", "all", "-o", tmp_path / "all.parquet")
+    frame = pd.read_parquet(tmp_path / "all.parquet")
+    assert {"rank_suppression_10", "eigen_copying_full_z", "relation_verb_past"} <= set(frame) | set(
+        frame.attrs["left_out"]
+    )
+    assert len(frame) == 40
+
+
+def test_paths_lists_the_strongest_and_writes_all(tiny_gpt2_char, tmp_path):
+    rows = run_json("paths", tiny_gpt2_char, "--kind", "K", "--top", 4)["rows"]
+    assert {row["sender"] for row in rows} == {"0.1"}  # the previous-token head feeds every induction head
+    assert [row["z_paired"] for row in rows] == sorted((row["z_paired"] for row in rows), reverse=True)
+    run("paths", tiny_gpt2_char, "-o", tmp_path / "paths.csv")
+    assert len(pd.read_csv(tmp_path / "paths.csv")) == 3 * 16
+    assert "0.1" in run("paths", tiny_gpt2_char).stdout
+    assert "choose Q, K, V or all" in run("paths", tiny_gpt2_char, "--kind", "X", code=2).stderr
+
+
+def test_pairs_are_those_of_the_library_for_both_circuits(stories260k, tmp_path):
+    rows = run_json("pairs", stories260k, "3.6", "--top", 3)["rows"]
+    frame = ov.strongest_token_pairs(ov.load(stories260k), "3.6", 3)
+    assert [row["value"] for row in rows] == pytest.approx(frame["value"].tolist())
+    facts = run_json("pairs", stories260k, "3.6", "--circuit", "qk", "--offset", 1, "--top", 2)
+    assert facts["offset"] == 1 and {"query", "key"} <= set(facts["rows"][0])
+    run("pairs", stories260k, "3.6", "-o", tmp_path / "pairs.json")
+    assert json.loads((tmp_path / "pairs.json").read_text())["head"] == "3.6"
+    assert "offset 1" in squeezed(run("pairs", stories260k, "3.6", "--circuit", "qk", "--offset", 1).stdout)
+    assert "choose ov" in run("pairs", stories260k, "3.6", "--circuit", "kq", code=2).stderr
