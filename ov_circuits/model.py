@@ -104,7 +104,7 @@ class Layer:
     @cached_property
     def ov(self) -> LowRank:
         """All heads' W_V W_O, [n_heads, d_model, d_model] of rank d_head."""
-        return LowRank(self.per_query_head(self.W_V), self.W_O)
+        return LowRank(self.per_query_head(self.W_V), self.W_O, repeats=self.W_O.shape[0] // self.W_V.shape[0])
 
     @cached_property
     def qk(self) -> LowRank:

@@ -108,15 +108,17 @@ class LowRank(Spectrum):
     Args:
         left: [..., n, r].
         right: [..., r, m].
+        repeats: how many consecutive matrices of ``left`` along its first batch dimension are the same one (heads of a
+            group, which share a value head): what follows from ``left`` alone is worked out once for them.
     """
 
-    def __init__(self, left: Tensor, right: Tensor) -> None:
+    def __init__(self, left: Tensor, right: Tensor, repeats: int = 1) -> None:
         if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
             raise ValueError(
                 f"LowRank takes left [..., n, r] and right [..., r, m] with the same leading dimensions, "
                 f"got {list(left.shape)} and {list(right.shape)}"
             )
-        self._left, self._right = left, right
+        self._left, self._right, self._repeats = left, right, repeats
 
     # -- shape and parts ------------------------------------------------------------------------------------------
 
@@ -186,7 +188,13 @@ class LowRank(Spectrum):
     @cached_property
     def root_left(self) -> Tensor:
         """R_A [..., r', r] with R_A^T R_A = A^T A, float64."""
-        return torch.linalg.qr(self.left.double(), mode="r").R
+        return self._repeated(torch.linalg.qr(self._distinct(self.left).double(), mode="r").R)
+
+    def _distinct(self, repeated: Tensor) -> Tensor:
+        return repeated[:: self._repeats] if self._repeats > 1 else repeated
+
+    def _repeated(self, distinct: Tensor) -> Tensor:
+        return distinct.repeat_interleave(self._repeats, dim=0) if self._repeats > 1 else distinct
 
     @cached_property
     def root_right(self) -> Tensor:
@@ -258,6 +266,16 @@ class Grams:
     write: Tensor
     cross: Tensor
 
+    @cached_property
+    def read_root(self) -> Tensor:
+        """R with R^T R = E^T E."""
+        return root_of_gram(self.read)
+
+    @cached_property
+    def write_root(self) -> Tensor:
+        """R with R^T R = U U^T."""
+        return root_of_gram(self.write)
+
 
 class Sandwich(LowRank):
     """E (A B) U for long E [n, d] and U [d, m] whose Gram matrices are known: a full OV circuit.
@@ -267,6 +285,7 @@ class Sandwich(LowRank):
 
     def __init__(self, outer_left: Tensor, inner: LowRank, outer_right: Tensor, grams: Grams) -> None:
         self._outer_left, self._inner, self._outer_right, self._grams = outer_left, inner, outer_right, grams
+        self._repeats = inner._repeats
 
     @cached_property
     def left(self) -> Tensor:
@@ -298,42 +317,31 @@ class Sandwich(LowRank):
         rows = self._outer_left[torch.as_tensor(index)] @ self._inner.left
         return (rows @ self._inner.right) @ self._outer_right
 
-    @cached_property
-    def _balanced(self) -> tuple[Tensor, Tensor]:
-        """A' [..., d, k] and B' [..., k, d] with A' B' = A B, float64, half of each singular value in either.
-
-        A Gram matrix squares a condition number. That of the product must be borne; those of A and B, whose scales may
-        cancel in the product, are taken out here.
-        """
-        Q_A, R_A = torch.linalg.qr(self._inner.left.double())
-        Q_B, R_B = torch.linalg.qr(self._inner.right.double().mT)
-        X, S, Yh = torch.linalg.svd(R_A @ R_B.mT, full_matrices=False)
-        half = S.sqrt()
-        return (Q_A @ X) * half.unsqueeze(-2), (half.unsqueeze(-1) * Yh) @ Q_B.mT
-
     @property
     def _n_singular(self) -> int:
         return min(*self.shape[-2:], *self._inner.left.shape[-2:])
 
     @cached_property
     def root_left(self) -> Tensor:
-        A, _ = self._balanced
-        return root_of_gram(A.mT @ self._grams.read @ A)
+        """Of E A, by way of R A for the root R of E^T E: the Gram matrix squares E's condition number, but not A's."""
+        A = self._distinct(self._inner.left).double()
+        return self._repeated(torch.linalg.qr(self._grams.read_root @ A, mode="r").R)
 
     @cached_property
     def root_right(self) -> Tensor:
-        _, B = self._balanced
-        return root_of_gram(B @ self._grams.write @ B.mT)
+        """Of B U, by way of the root of U U^T."""
+        return torch.linalg.qr(self._grams.write_root @ self._inner.right.double().mT, mode="r").R
 
     @cached_property
     def _cross(self) -> Tensor:
-        return self._inner.right.double() @ self._grams.cross @ self._inner.left.double()
+        A = self._distinct(self._inner.left).double()
+        return self._inner.right.double() @ self._repeated(self._grams.cross @ A)
 
     def _times_left(self, coefficients: Tensor) -> Tensor:
-        return _blocked_product(self._outer_left, self._balanced[0] @ coefficients)
+        return _blocked_product(self._outer_left, self._inner.left.double() @ coefficients)
 
     def _times_right(self, coefficients: Tensor) -> Tensor:
-        return _blocked_product(self._outer_right.mT, self._balanced[1].mT @ coefficients)
+        return _blocked_product(self._outer_right.mT, self._inner.right.double().mT @ coefficients)
 
 
 def root_of_gram(gram: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import LowRank, Sandwich
+from ov_circuits.linalg.nulls import Null, eigenvalue_copying_null
+from ov_circuits.linalg.threads import one_thread
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
@@ -61,7 +63,8 @@ class Score:
         note: range, units, pitfalls.
         compute: the layer's circuits -> one number a head, [n_heads].
         needs_embeddings: whether the checkpoint must hold W_E and W_U.
-        null: what the number is compared with (:mod:`ov_circuits.scores.chance`).
+        null: what the number is compared with (:mod:`ov_circuits.scores.chance`), or a function of the layer's circuits and
+            a seed.
         diverging: whether zero is the middle of the scale; such scores are odd, and 0 by chance.
         range: the values it can take, where that is a fixed interval.
     """
@@ -72,10 +75,16 @@ class Score:
     source: str
     note: str
     compute: Callable[[Circuits], Tensor]
-    null: NullKind = "factors"
+    null: NullKind | Callable[[LayerCircuits, int], Null] = "factors"
     needs_embeddings: bool = False
     diverging: bool = False
     range: tuple[float, float] | None = None
+
+
+def _residual_copying_null(circuits: LayerCircuits, seed: int) -> Null:
+    """Of eigenvalue copying in residual space; the smaller the head, the more draws its denominator needs."""
+    S = circuits.ov.singular_values
+    return eigenvalue_copying_null(S, circuits.weights.W_O.shape[-1], samples=max(2, 256 // S.shape[-1]), seed=seed)
 
 
 _ELHAGE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"
@@ -91,7 +100,7 @@ SCORES: dict[str, Score] = {
             _ELHAGE,
             f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_V W_O. {_NORMAL}",
             lambda c: spectra.eigenvalue_copying(c.ov.eigenvalues),
-            null="rotation",
+            null=_residual_copying_null,
             diverging=True,
             range=(-1.0, 1.0),
         ),
@@ -244,10 +253,11 @@ def scoreboard(
     tokens = tokens if model.has_embeddings else 0
     draws = Draws(model, seed=seed) if nulls and by_layer else None
     parts, not_finite = [], []
-    for index in track(range(model.n_layers), "Scoring heads"):
-        parts.append(_layer_frame(model, index, by_layer, tokens, draws))
-        finite = model.layer(index).finite_heads.tolist()
-        not_finite += [f"{index}.{head}" for head, ok in enumerate(finite) if not ok]
+    with one_thread():
+        for index in track(range(model.n_layers), "Scoring heads"):
+            parts.append(_layer_frame(model, index, by_layer, tokens, draws))
+            finite = model.layer(index).finite_heads.tolist()
+            not_finite += [f"{index}.{head}" for head, ok in enumerate(finite) if not ok]
     frame = pd.concat(parts, ignore_index=True)
     left_out = _left_out(model) if scores is None or scores == "all" else {}
     if over_vocabulary:
@@ -277,7 +287,10 @@ def all_scores() -> dict[str, Score | VocabularyScore]:
 
 def null_note(key: str) -> str:
     """What a score is compared with, in words."""
-    return NULL_NOTES[SCORES[key].null] if key in SCORES else NULL_NOTE
+    if key not in SCORES:
+        return NULL_NOTE
+    kind = SCORES[key].null
+    return NULL_NOTES[kind if isinstance(kind, str) else "rotation"]
 
 
 def score_frame(key: str, model: Model, **options: Any) -> pd.DataFrame:
@@ -301,8 +314,13 @@ def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int,
     for score in chosen:
         value = score.compute(circuits).double().where(finite, torch.nan)
         columns[score.key] = value.numpy()
-        if chance is not None:
-            null = chance.null(score.null, score.compute, odd=score.diverging)
+        if draws is not None and chance is not None:
+            kind = score.null
+            null = (
+                chance.null(kind, score.compute, odd=score.diverging)
+                if isinstance(kind, str)
+                else kind(circuits, draws.seed)
+            )
             columns[f"{score.key}_null_mean"] = null.mean.where(finite, torch.nan).numpy()
             columns[f"{score.key}_z"] = null.z(value).numpy()
     if tokens:

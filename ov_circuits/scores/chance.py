@@ -1,7 +1,9 @@
 """A layer's circuits as they would be by chance: the same spectra, directions at random.
 
 A score is computed on these in place of the layer's own circuits, so every score has a null by the same road that gives its
-value. There are two kinds, because a kind that keeps a number fixed says nothing about it:
+value. (Eigenvalue copying in residual space needs no draws of its own road:
+:func:`ov_circuits.linalg.nulls.eigenvalue_copying_null` knows its numerator exactly.) There are two kinds, because a kind that
+keeps a number fixed says nothing about it:
 
 ``factors``
     W_V R W_O and W_Q R W_K^T with a Haar rotation R of the d_head dimensions: both factors keep their singular values and the
@@ -35,8 +37,8 @@ NULL_NOTES: dict[NullKind, str] = {
     "rotation": "the head's own singular values, reading and writing random directions of the stream",
 }
 
-# Spread over so few draws is known to about 20 %: enough to tell 2 from 10 standard deviations.
-DRAWS = 12
+# Spread over so few draws is known to about 25 %: enough to tell 2 from 10 standard deviations.
+DRAWS = 8
 
 
 class Circuits(Protocol):
@@ -87,8 +89,8 @@ class Draws:
 
     Attributes:
         inside: Haar rotations R of the d_head dimensions.
-        stream: random frames of the stream, as OV circuits meet them.
-        vocabulary: the same frames, as full OV circuits meet them through embedding and unembedding.
+        vocabulary: random frames of the stream, as full OV circuits meet them through embedding and unembedding; none
+            where the checkpoint holds no embeddings.
 
     Args:
         model: the checkpoint, in the scores' view.
@@ -98,19 +100,16 @@ class Draws:
 
     def __init__(self, model: Model, draws: int = DRAWS, seed: int = 0) -> None:
         a = model.architecture
+        self.seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         rank = min(a.d_head, a.d_model)
         self.inside = [self._haar(a.d_head, a.d_head) for _ in range(draws)]
-        frames = [(self._haar(a.d_model, rank), self._haar(a.d_model, rank)) for _ in range(draws)]
-        eye = torch.eye(rank, dtype=torch.float64)
-        self.stream = [_Frames(eye, eye, V.mT @ U) for U, V in frames]
-        self.vocabulary = self.stream
+        self.vocabulary: list[_Frames] = []
         if model.has_embeddings:
             g = model.grams
-            self.vocabulary = [
-                _Frames(root_of_gram(U.mT @ g.read @ U), root_of_gram(V.mT @ g.write @ V), V.mT @ g.cross @ U)
-                for U, V in frames
-            ]
+            for U, V in ((self._haar(a.d_model, rank), self._haar(a.d_model, rank)) for _ in range(draws)):
+                read, write = root_of_gram(U.mT @ g.read @ U), root_of_gram(V.mT @ g.write @ V)
+                self.vocabulary.append(_Frames(read, write, V.mT @ g.cross @ U))
 
     def _haar(self, n: int, k: int) -> Tensor:
         """The first k columns of a Haar rotation of R^n, float64."""
@@ -163,7 +162,5 @@ class LayerDraws:
     def _rotations(self) -> list[_Chance]:
         S = self._ov.singular_values
         nothing = torch.zeros(S.shape[0])
-        return [
-            _Chance(stream.spectrum(S), self._qk, vocabulary.spectrum(S), nothing)
-            for stream, vocabulary in zip(self._draws.stream, self._draws.vocabulary, strict=True)
-        ]
+        # Of U diag(S) V^T itself the norms are the head's own, so only the full circuit is asked for.
+        return [_Chance(self._ov, self._qk, frames.spectrum(S), nothing) for frames in self._draws.vocabulary]

@@ -78,7 +78,7 @@ def qk_spectra(model: Model, offset: int = 0) -> QKSpectra:
         finite = (qk.left.isfinite().all(-1).all(-1) & qk.right.isfinite().all(-1).all(-1))[:, None]
         if not finite.all():
             notes += broken_tensors(model, layer)
-            qk = LowRank(*(torch.where(finite[..., None], factor, 0.0) for factor in (qk.left, qk.right)))
+            qk = LowRank(torch.where(finite[..., None], qk.left, 0.0), torch.where(finite[..., None], qk.right, 0.0))
         singular.append(torch.where(finite, qk.singular_values, torch.nan))
         eigen.append(torch.where(finite, qk.eigenvalues, torch.nan))
     return QKSpectra(
