@@ -13,10 +13,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMIT_S = 120
 LARGEST = 700_000  # bytes: GitHub shows larger ones slowly or not at all
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*Proactor event loop.*:RuntimeWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 def test_there_are_notebooks() -> None:
