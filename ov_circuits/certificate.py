@@ -25,8 +25,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ov_circuits.errors import CircuitsError
+from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Layer, Model
+from ov_circuits.trace.engines import bridge_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,12 +103,14 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
     """
     raw = model.in_view("raw")
     checks = [_check_spectra(model)]
-    if not raw.can_run:
-        why = f"no forward pass possible: {raw.why_not_run}"
+    try:
+        trace = raw.trace(_probe(raw) if prompt is None else prompt)
+    except CircuitsError as error:
+        if prompt is not None:
+            raise
         names = ("sum of heads", "one token", "query-key pattern", "ledger")
-        checks += [Check(name, None, None, None, why) for name in names]
+        checks += [Check(name, None, None, None, f"no forward pass possible: {error}") for name in names]
         return Certificate(model.name, tuple(checks))
-    trace = raw.trace(_probe(raw) if prompt is None else prompt)
     checks += [_check_sum(trace), _check_one_token(trace), _check_pattern(trace), _check_ledger(trace)]
     return Certificate(model.name, tuple(checks))
 
@@ -114,8 +119,9 @@ def _probe(model: Model) -> list[int]:
     a = model.architecture
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(a.n_vocab, (min(_PROBE_LENGTH, a.n_ctx),), generator=generator).tolist()
-    bos = model.source.checkpoint.config.get("bos_token_id")
-    return [bos, *tokens[1:]] if isinstance(bos, int) else tokens
+    config = model.source.checkpoint.config
+    bos = bos_in_vocabulary(config.get("bos_token_id"), config)
+    return tokens if bos is None else [bos, *tokens[1:]]
 
 
 def _check_sum(trace: Trace) -> Check:
@@ -139,15 +145,14 @@ def _check_one_token(trace: Trace) -> Check:
 
 
 def _check_pattern(trace: Trace) -> Check:
-    config = trace.model.source.checkpoint.config
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        return Check(
-            "query-key pattern", None, None, None, f"rotary positions of kind {kind!r} are not recomputed here"
-        )
-    positions = torch.arange(len(trace))
+    why_not = _why_no_pattern(trace)
+    if why_not is not None:
+        return Check("query-key pattern", None, None, None, why_not)
     theta = trace.model.architecture.rope_theta
+    positions = torch.arange(len(trace))
+    distance = positions.unsqueeze(1) - positions.unsqueeze(0)
+    window = _window(trace)
+    hidden = (distance < 0) | (distance >= (len(trace) if window is None else window))
 
     def error(index: int, layer: Layer) -> Tensor:
         record = trace.record.layers[index]
@@ -157,11 +162,28 @@ def _check_pattern(trace: Trace) -> Check:
         if theta is not None:
             q, k = rotate(q, positions, theta), rotate(k, positions, theta)
         scores = q @ layer.per_query_head(k).mT * layer.score_scale
-        future = positions.unsqueeze(0) > positions.unsqueeze(1)
-        pattern = scores.masked_fill(future, -math.inf).softmax(-1)
+        pattern = scores.masked_fill(hidden, -math.inf).softmax(-1)
         return (pattern - record.pattern).abs().amax()
 
     return _worst("query-key pattern", trace, error, _PATTERN_LIMIT)
+
+
+def _why_no_pattern(trace: Trace) -> str | None:
+    """What the model's attention does that is not recomputed here; None when nothing."""
+    config = trace.model.source.checkpoint.config
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        return f"rotary positions of kind {kind!r} are not recomputed here"
+    window, kinds = _window(trace), config.get("layer_types") or []
+    if window is not None and window < len(trace) and len(set(kinds)) > 1:
+        return f"a sliding window of {window} in some layers only (layer_types) is not recomputed here"
+    return None
+
+
+def _window(trace: Trace) -> int | None:
+    """How many of the latest positions a query sees, itself included, as the model that ran has it; None for all."""
+    return getattr(bridge_of(trace.model).original_model.config, "sliding_window", None)
 
 
 def _check_ledger(trace: Trace) -> Check:

@@ -7,7 +7,9 @@ that needs it: ``ov-circuits --help`` answers without torch.
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ from ov_circuits.terminal import (
     print_json,
     print_pairs,
     print_paths,
+    sort_column,
     sort_heads,
     stderr,
     stdout,
@@ -68,14 +71,22 @@ class _Commands(TyperGroup):
             sys.stdout.flush()  # a closed pipe shows here, where typer ends quietly, and not at the interpreter's end
             return result
         except CircuitsError as error:
-            from rich.text import Text
-
-            sentence = " ".join(str(error).splitlines())
-            stderr().print(Text.assemble(("error: ", "bold red"), sentence), soft_wrap=True)
-            raise typer.Exit(2) from None
+            raise _refusal(str(error)) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EIO):
+                raise
+            raise _refusal(f"the result cannot be written to standard output: {error.strerror}") from None
         except KeyboardInterrupt:
             stderr().print("stopped")
             raise typer.Exit(130) from None
+
+
+def _refusal(text: str) -> typer.Exit:
+    """Says what is wrong, in one sentence."""
+    from rich.text import Text
+
+    stderr().print(Text.assemble(("error: ", "bold red"), " ".join(text.splitlines())), soft_wrap=True)
+    return typer.Exit(2)
 
 
 class _ModelFirst(TyperCommand):
@@ -99,6 +110,13 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of ``ov-circuits``."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        # A token that the terminal's encoding lacks is shown escaped, not refused.
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+    # As an exception, so that temporary files are taken away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     app()
 
 
@@ -131,7 +149,9 @@ RevisionOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else there.")]
 TableOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", show_default=False, help="Write the whole table: .csv, .json or .parquet."),
+    typer.Option(
+        "--output", "-o", show_default=False, help="Write the table with all columns: .csv, .json or .parquet."
+    ),
 ]
 BosOption = Annotated[
     bool | None,
@@ -191,7 +211,7 @@ def report(
         raise CircuitsError(f"cannot write {output}: a page's name ends in .html")
     opened = _open(model, view, revision)
     chosen, other = (None if word is None else token_id(opened, _word(word, ids)) for word in (answer, against))
-    with _target(output) as file:
+    with _target(output, opened) as file:
         assert file is not None
         trace = None
         if prompt is not None:
@@ -232,6 +252,9 @@ def heads(
         str | None,
         typer.Option("--sort", metavar="SCORE", show_default=False, help="Largest first. Default: by layer."),
     ] = None,
+    nulls: Annotated[
+        bool, typer.Option("--nulls/--no-nulls", help="Whether to say what each score would be by chance.")
+    ] = True,
     ascending: Annotated[bool, typer.Option("--ascending", help="With --sort: smallest first.")] = False,
     top: Annotated[int | None, typer.Option("--top", min=1, show_default=False, help="Only the first N rows.")] = None,
     output: TableOption = None,
@@ -246,12 +269,15 @@ def heads(
     opened = _open(model, view, revision)
     every = scores is not None and scores.strip() == "all"
     names = None if scores is None or every else [part.strip() for part in scores.split(",") if part.strip()]
+    if names == []:
+        raise CircuitsError("--scores names no score: leave it out for the spectra, or write all")
+    sort = None if sort is None else sort_column(sort, opened)
     if names is not None and sort is not None and sort.removesuffix("_z") not in names:
         names.append(sort.removesuffix("_z"))
     if output is not None:
         check_suffix(output)
-    with _target(output) as file:
-        frame = sort_heads(scoreboard(opened, "all" if every else names, source=source), sort, ascending)
+    with _target(output, opened) as file:
+        frame = sort_heads(scoreboard(opened, "all" if every else names, nulls=nulls, source=source), sort, ascending)
         frame = frame if top is None else frame.head(top)
         if file is not None:
             write_frame(frame, file)
@@ -306,7 +332,7 @@ def paths(
     opened = _open(model, view, revision)
     if output is not None:
         check_suffix(output)
-    with _target(output) as file:
+    with _target(output, opened) as file:
         frame = composition(opened, kind)
         if file is not None:
             write_frame(frame, file)
@@ -348,7 +374,7 @@ def pairs(
     opened = _open(name, view, revision)
     if output is not None:
         check_suffix(output)
-    with _target(output) as file:
+    with _target(output, opened) as file:
         if circuit == "ov":
             frame = strongest_token_pairs(opened, label, top)
         else:
@@ -397,7 +423,7 @@ def attribute(
     assert chosen is not None
     if output is not None:
         check_suffix(output)
-    with _target(output) as file:
+    with _target(output, opened) as file:
         note("running the prompt")
         trace = opened.trace(_prompt(prompt, ids), bos=bos)
         frame = trace.ledger(chosen, other)
@@ -440,7 +466,7 @@ def inspect(model: ModelArgument = None, revision: RevisionOption = None, as_jso
 
 @app.command(
     epilog=_examples(
-        "ov-circuits split gpt2 -o gpt2-heads.safetensors", "ov-circuits split -o late.safetensors --layers 0,3-5"
+        "ov-circuits split gpt2 -o gpt2-heads.safetensors", "ov-circuits split -o late.safetensors --layers 0,2-3"
     ),
 )
 def split(
@@ -452,7 +478,7 @@ def split(
     view: Annotated[str, typer.Option("--view", metavar="VIEW", help="raw, folded or centred.")] = "raw",
     revision: RevisionOption = None,
 ) -> None:
-    """Write W_O as one block a head: blocks.{layer}.attn.W_O of shape [n_heads, d_head, d_model]."""
+    """Write W_O as one block a head: blocks.{layer}.attn.W_O of shape (n_heads, d_head, d_model)."""
     from ov_circuits.checkpoint.safetensors_out import write_float32
     from ov_circuits.progress import track
 
@@ -464,7 +490,7 @@ def split(
     names = {f"blocks.{layer}.attn.W_O": layer for layer in chosen}
     shapes = dict.fromkeys(names, (a.n_heads, a.d_head, a.d_model))
     metadata = {"format": "pt", "model": opened.name, "view": opened.view, "version": f"ov_circuits {__version__}"}
-    with _target(output) as file:
+    with _target(output, opened) as file:
         assert file is not None
         pending = iter(track(list(names), "Splitting layers"))
         write_float32(file, shapes, lambda _: opened.split_W_O(names[next(pending)]), metadata)
@@ -547,10 +573,14 @@ def _word(text: str, ids: bool) -> str | int:
 
 
 def _id(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise CircuitsError(f"{text!r} is no token id; with --ids, prompt and answers are whole numbers") from None
+    if not _is_count(text):
+        raise CircuitsError(f"{text[:80]!r} is no token id; with --ids, prompt and answers are whole numbers")
+    return int(text)
+
+
+def _is_count(text: str) -> bool:
+    """Whether it is a whole number of sensible length, in plain digits."""
+    return text.isascii() and text.isdecimal() and len(text) < 12
 
 
 def _layers(text: str | None, model: Model) -> list[int]:
@@ -560,9 +590,10 @@ def _layers(text: str | None, model: Model) -> list[int]:
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise CircuitsError(f"--layers {text!r} is no list of layers: write it as 0,3-5")
-        chosen.update(range(int(first), int(last if dash else first) + 1))
+        if not _is_count(first) or (dash and not _is_count(last)):
+            raise CircuitsError(f"--layers {text[:80]!r} is no list of layers: write it as 0,3-5")
+        end = int(last if dash else first)
+        chosen.update(range(int(first), min(end, model.n_layers) + 1))
     outside = [layer for layer in chosen if layer >= model.n_layers]
     if outside or not chosen:
         problem = f"has no layer {min(outside)}" if outside else f"has no layers {text}"
@@ -571,13 +602,19 @@ def _layers(text: str | None, model: Model) -> list[int]:
 
 
 @contextmanager
-def _target(output: Path | None) -> Iterator[Path | None]:
-    """A temporary path that becomes ``output`` when all went well. Opened first: an unwritable place costs no work."""
+def _target(output: Path | None, model: Model) -> Iterator[Path | None]:
+    """A temporary path that becomes ``output`` when all went well. Opened first: an unwritable place costs no work.
+
+    Raises:
+        CircuitsError: it cannot be written, or is one of the checkpoint's own files.
+    """
     if output is None:
         yield None
         return
     from ov_circuits.files import atomic_path
 
+    if os.path.realpath(output) in {os.path.realpath(file) for file in model.source.checkpoint.files()}:
+        raise CircuitsError(f"cannot write {output}: it is a file of the checkpoint itself; choose another name")
     with atomic_path(output) as temporary:
         yield temporary
 

@@ -20,16 +20,21 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         CircuitsError: the folder does not exist or cannot be written to.
     """
-    target = Path(target)
-    if target.is_dir():
-        raise CircuitsError(f"cannot write to {target}: it is a folder; name a file in it")
-    if not target.parent.is_dir():
-        raise CircuitsError(f"cannot write {target}: the folder {target.parent} does not exist; create it first")
     try:
+        target = Path(os.path.realpath(target))  # a link stays a link: what it points to is written
+        if target.is_dir():
+            raise CircuitsError(f"cannot write to {target}: it is a folder; name a file in it")
+        if target.exists() and not target.is_file():
+            raise CircuitsError(
+                f"cannot write to {target}: it is no regular file; name a file, or use --json for a stream"
+            )
+        if not target.parent.is_dir():
+            raise CircuitsError(f"cannot write {target}: the folder {target.parent} does not exist; create it first")
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix)
         os.close(handle)
-    except OSError as error:
-        raise CircuitsError(f"cannot write {target}: {error.strerror or error}; choose another place") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CircuitsError(f"cannot write {str(target)[:200]}: {reason}; choose another place") from error
     temporary = Path(name)
     try:
         yield temporary
@@ -37,6 +42,8 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     except OSError as error:
         raise CircuitsError(f"cannot write {target}: {error.strerror or error}; nothing was left there") from error
+    except CircuitsError as error:  # a writer inside may name the temporary file, which the user never sees
+        raise CircuitsError(str(error).replace(str(temporary), str(target))) from error
     finally:
         temporary.unlink(missing_ok=True)
 

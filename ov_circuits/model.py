@@ -10,6 +10,8 @@ where W_O[i] is the i-th block of d_head *rows* of the (in, out) matrix. All hea
 
 from __future__ import annotations
 
+import operator
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 # How many layers' attention weights stay in memory, as float32.
 _CACHED_LAYERS = 3
 
-_LABEL = re.compile(r"(?:L(\d+)H(\d+)|(\d+)\.(\d+))", re.IGNORECASE)
+_LABEL = re.compile(r"(?:L([0-9]{1,6})H([0-9]{1,6})|([0-9]{1,6})\.([0-9]{1,6}))", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +161,13 @@ class Model:
 
     @property
     def has_embeddings(self) -> bool:
-        """Whether the checkpoint holds embedding and unembedding (attention-only files do not)."""
-        return self._source.contents.embeddings
+        """Whether circuits can be read through embedding and unembedding."""
+        return self.why_no_vocabulary is None
+
+    @property
+    def why_no_vocabulary(self) -> str | None:
+        """Why not: they are absent (attention-only files), or hold NaN or infinity; None when they can be used."""
+        return self._source.why_no_vocabulary
 
     @property
     def can_run(self) -> bool:
@@ -194,9 +201,9 @@ class Model:
         Raises:
             CircuitsError: the model has no such layer.
         """
-        if not 0 <= index < self.n_layers:
-            raise CircuitsError(f"{self.name} has no layer {index}: it has layers 0 to {self.n_layers - 1}")
-        return self._source.layer(index, self.view)
+        if isinstance(index, bool) or not hasattr(index, "__index__") or not 0 <= index < self.n_layers:
+            raise CircuitsError(f"{self.name} has no layer {index!r}: it has layers 0 to {self.n_layers - 1}")
+        return self._source.layer(operator.index(index), self.view)
 
     def layers(self) -> Iterator[Layer]:
         """All layers in order, one at a time."""
@@ -461,6 +468,17 @@ class Source:
         return self.store.read(name)
 
     @cached_property
+    def why_no_vocabulary(self) -> str | None:
+        """See :attr:`Model.why_no_vocabulary`."""
+        if not self.contents.embeddings:
+            return f"{self.checkpoint.where} holds attention weights only, no embeddings"
+        names = [f"{name}.weight" for name in (self.family.embed, self.family.unembed, self.family.final_norm)]
+        for name in [*names, f"{self.family.final_norm}.bias"]:
+            if name in self.store and not bool(self.store.read(name).isfinite().all()):
+                return f"tensor {name} in {self.store.origin(name)} holds NaN or infinity"
+        return None
+
+    @cached_property
     def embedding(self) -> Tensor:
         """W_E [n_vocab, d_model] as stored."""
         return self._need(f"{self.family.embed}.weight")
@@ -530,13 +548,12 @@ def _centre_both(matrix: Tensor) -> Tensor:
 
 
 def _parse_label(label: str | int | tuple[int, int], head: int | None) -> tuple[int, int]:
-    if isinstance(label, tuple) and head is None:
-        return label
-    if isinstance(label, int) and isinstance(head, int):
-        return label, head
-    match = _LABEL.fullmatch(str(label).strip()) if isinstance(label, str) and head is None else None
+    pair = label if isinstance(label, tuple) and head is None else (label, head)
+    if len(pair) == 2 and all(hasattr(part, "__index__") and not isinstance(part, bool) for part in pair):
+        return operator.index(pair[0]), operator.index(pair[1])  # type: ignore[arg-type]
+    match = _LABEL.fullmatch(label.strip()) if isinstance(label, str) and head is None else None
     if match is None:
-        shown = label if head is None else f"{label}, {head}"
+        shown = str(label if head is None else f"{label}, {head}")[:80]
         raise CircuitsError(f"{shown!r} names no head: write '9.9', 'L9H9' or two numbers, layer and head")
     layer, index = (int(part) for part in match.groups() if part is not None)
     return layer, index
@@ -558,6 +575,10 @@ def load(x: Any = None, *, view: str | None = None, revision: str | None = None)
     from ov_circuits.checkpoint.in_memory import from_bridge, is_bridge
     from ov_circuits.checkpoint.locate import open_checkpoint
 
+    if not (x is None or isinstance(x, (str, os.PathLike)) or is_bridge(x)):
+        raise CircuitsError(
+            f"cannot open a {type(x).__name__}: give a name, a path or a TransformerBridge, or nothing for the embedded model"
+        )
     if is_bridge(x):
         source = Source(from_bridge(x), bridge=x)
     else:

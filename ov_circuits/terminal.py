@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 # What fits on a terminal; a file or --json gets every column.
 _SHOWN_SCORES = (
-    "eigen_copying_ov",
     "eigen_copying_full",
     "eigen_copying_full_z",
+    "eigen_copying_ov",
     "ov_frobenius_norm",
     "ov_stable_rank",
 )
@@ -107,18 +108,35 @@ def print_checkpoint(facts: dict[str, Any]) -> None:
     _print_table(facts["model"], None, rows, "ll")
 
 
-def sort_heads(frame: pd.DataFrame, key: str | None, ascending: bool) -> pd.DataFrame:
-    """Rows by a column, undefined scores last; as they are without a key.
+def sort_column(key: str, model: Model) -> str:
+    """The column that ``--sort`` means; underscores may be written as spaces, as in the table's headings.
 
     Raises:
-        CircuitsError: there is no such column of numbers.
+        CircuitsError: there is no such column, or this checkpoint does not allow it.
     """
-    if key is None:
+    from ov_circuits.scores.board import all_scores
+
+    column = key.strip().replace(" ", "_")
+    known = all_scores()
+    score = known.get(column.removesuffix("_z").removesuffix("_null_mean"))
+    if score is None and column not in ("layer", "index", "kv_head"):
+        near = difflib.get_close_matches(column, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise CircuitsError(
+            f"cannot sort by {key!r}: {hint}Any score, its _z or _null_mean, layer, index or kv_head can be"
+        )
+    if score is not None and score.needs_embeddings and not model.has_embeddings:
+        raise CircuitsError(f"cannot sort by {key!r}: {model.why_no_vocabulary}")
+    return column
+
+
+def sort_heads(frame: pd.DataFrame, column: str | None, ascending: bool) -> pd.DataFrame:
+    """Rows by a column, undefined scores last; as they are without one."""
+    if column is None:
         return frame
-    numeric = frame.select_dtypes("number").columns
-    if key not in numeric:
-        raise CircuitsError(f"cannot sort by {key!r}; choose one of {', '.join(numeric)}")
-    return frame.sort_values(key, ascending=ascending, kind="stable", na_position="last")
+    if column not in frame:
+        raise CircuitsError(f"cannot sort by {column!r}: {frame.attrs['left_out'].get(column, 'it was not computed')}")
+    return frame.sort_values(column, ascending=ascending, kind="stable", na_position="last")
 
 
 def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, sort: str | None) -> None:
@@ -139,6 +157,11 @@ def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, 
     # Spaces for underscores: a narrow terminal folds at words.
     titles = [name.replace("_", " ") for name in ("head", *shown, *token_columns)]
     _print_table(f"{model.name}, view {model.view}", titles, rows, "l" + "r" * len(shown))
+    hidden = [key for key in frame.attrs["sources"] if key not in shown]
+    if hidden and names is None:
+        note(
+            f"{len(hidden)} more scores, each with its null and z: --json or -o. Those over the vocabulary: --scores all"
+        )
 
 
 def print_paths(frame: pd.DataFrame, model: Model) -> None:
@@ -173,6 +196,7 @@ def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
 
     model = head.model
     circuits = LayerCircuits(model, head.layer)
+    finite = bool(model.layer(head.layer).finite_heads[head.index])
     possible = [score for score in SCORES.values() if model.has_embeddings or not score.needs_embeddings]
     facts: dict[str, Any] = {
         "model": model.name,
@@ -180,11 +204,14 @@ def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
         "head": head.label,
         "kv_head": head.kv_head,
         "shapes": {name: list(getattr(head, name).shape) for name in ("W_Q", "W_K", "W_V", "W_O")},
-        "scores": {score.key: float(score.compute(circuits)[head.index]) for score in possible},
-        "singular_values": circuits.ov.singular_values[head.index].tolist(),
+        "scores": {score.key: float(score.compute(circuits)[head.index]) if finite else None for score in possible},
+        "singular_values": circuits.ov.singular_values[head.index].tolist() if finite else [],
         "directions": [],
     }
-    if not model.has_embeddings:
+    facts["note"] = None if finite else "its weights hold NaN or infinity: it has no scores"
+    if finite and not model.has_embeddings:
+        facts["note"] = f"singular directions cannot be read as tokens: {model.why_no_vocabulary}"
+    if facts["note"]:
         return facts
     found = directions(model, head.layer, k=n_directions, tokens=n_tokens)
     ends = {"reads": found.reads, "writes": found.writes}
@@ -212,7 +239,7 @@ def print_head(facts: dict[str, Any]) -> None:
     rows += [(name, _number(value)) for name, value in facts["scores"].items()]
     _print_table(title, None, [*rows, (f"{len(values)} singular values", shown)], "ll")
     if not facts["directions"]:
-        note("no embeddings in this checkpoint: singular directions cannot be read as tokens")
+        note(facts["note"])
         return
     rows = []
     for number, found in enumerate(facts["directions"], start=1):
@@ -253,20 +280,26 @@ def print_account(frame: pd.DataFrame, trace: Trace, top: int) -> None:
     rows = [(str(c), str(kind), str(size), f"{value:+.4f}") for (c, kind), value, size in kinds.itertuples()]
     _print_table("Components", ("component", "kind", "entries", "value"), rows, "llrr")
     entries = frame[frame["component"] == "head"]
-    totals = entries.groupby("head", sort=False)["value"].sum().sort_values(key=abs, ascending=False).head(top)
-    rows = [(str(label), f"{value:+.4f}", _strongest_source(entries, trace, label)) for label, value in totals.items()]
-    _print_table(f"{len(rows)} strongest heads", ("head", "value", "strongest source"), rows, "lrl")
+    parts = entries.pivot_table(index="head", columns="kind", values="value", aggfunc="sum", sort=False)
+    parts = parts.reindex(columns=["value_path", "value_bias"]).fillna(0.0)
+    parts = parts.assign(total=parts.sum(axis=1)).sort_values("total", key=abs, ascending=False).head(top)
+    rows = []
+    for label, path, bias, total in parts.itertuples():
+        moved = entries[(entries["head"] == label) & (entries["kind"] == "value_path")]
+        rows.append((str(label), f"{total:+.4f}", f"{path:+.4f}", f"{bias:+.4f}", _strongest_source(moved, trace)))
+    columns = ("head", "in all", "value path", "value bias", "strongest source")
+    _print_table("Strongest heads", columns, rows, "lrrrl")
+    note("value path: attention to source tokens; value bias: written whatever is attended to. A direct effect only.")
 
 
-def _strongest_source(entries: pd.DataFrame, trace: Trace, head: Any) -> str:
-    moved = entries[(entries["head"] == head) & (entries["kind"] == "value_path")]
-    row = moved.loc[moved["value"].abs().idxmax()]
-    return f"{row['value']:+.4f} from {trace.texts[int(row['source'])]!r} at {row['source']}"
+def _strongest_source(moved: pd.DataFrame, trace: Trace) -> str:
+    row = moved.iloc[int(moved["value"].abs().to_numpy().argmax())]
+    return f"{row['value']:+.4f} from {_tokens([trace.texts[int(row['source'])]])} at {row['source']}"
 
 
 def _tokens(texts: Sequence[str]) -> str:
-    """Token texts as Python would spell them: a leading space and control characters can be seen."""
-    return " ".join(repr(text) for text in texts)
+    """Token texts in quotes, control characters escaped; a space is shown as ``·``, so that no line breaks inside a token."""
+    return " ".join(repr(text).replace(" ", "·") for text in texts)
 
 
 def _number(value: float | None) -> str:

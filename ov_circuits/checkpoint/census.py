@@ -10,7 +10,7 @@ from typing import Any
 
 from ov_circuits.checkpoint.families import Architecture, family_of
 from ov_circuits.checkpoint.locate import WEIGHT_FILES, read_config
-from ov_circuits.checkpoint.stores import read_json
+from ov_circuits.checkpoint.stores import exists, read_json
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,10 @@ def config_alone(path: Path) -> dict[str, Any] | None:
     """The config when ``path`` is a ``config.json``, or a folder that has one and no weights; otherwise None.
 
     Raises:
-        CircuitsError: the config is there and cannot be read.
+        CircuitsError: the config is there and cannot be read, or the path cannot be looked up.
     """
+    if not exists(path):
+        return None
     if path.is_file() and path.suffix == ".json":
         return read_json(path)
     weights = (*WEIGHT_FILES, "*.gguf")

@@ -6,6 +6,8 @@ are in head-major order. What a head is, is decided in :mod:`ov_circuits.model` 
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -130,7 +132,7 @@ def _gpt2_architecture(config: Mapping[str, Any]) -> Architecture:
         raise CircuitsError(f"the config says n_embd = {d_model} and n_head = {n_heads}: heads do not divide the width")
     return Architecture(
         family="gpt2",
-        n_layers=get.count("n_layer"),
+        n_layers=get.count("n_layer", largest=_MOST_LAYERS),
         n_heads=n_heads,
         n_kv_heads=n_heads,
         d_model=d_model,
@@ -141,9 +143,9 @@ def _gpt2_architecture(config: Mapping[str, Any]) -> Architecture:
         norm="LayerNorm",
         norm_eps=get.number("layer_norm_epsilon", 1e-5),
         positions="learned",
-        tied=bool(config.get("tie_word_embeddings", True)),
-        scale_by_layer=bool(config.get("scale_attn_by_inverse_layer_idx", False)),
-        scale_scores=bool(config.get("scale_attn_weights", True)),
+        tied=get.flag("tie_word_embeddings", True),
+        scale_by_layer=get.flag("scale_attn_by_inverse_layer_idx", False),
+        scale_scores=get.flag("scale_attn_weights", True),
     )
 
 
@@ -220,7 +222,7 @@ def _llama_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     return Architecture(
         family="llama",
-        n_layers=get.count("num_hidden_layers"),
+        n_layers=get.count("num_hidden_layers", largest=_MOST_LAYERS),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         d_model=d_model,
@@ -231,12 +233,14 @@ def _llama_architecture(config: Mapping[str, Any]) -> Architecture:
         norm="RMSNorm",
         norm_eps=get.number("rms_norm_eps", 1e-6),
         positions="rotary",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=get.flag("tie_word_embeddings", False),
         rope_theta=get.rope_theta(10000.0),
     )
 
 
 def _llama_shapes(a: Architecture, config: Mapping[str, Any]) -> Shapes:
+    get = _Config(config, "llama")
+    attention_bias, mlp_bias = get.flag("attention_bias", False), get.flag("mlp_bias", False)
     query, kv = a.n_heads * a.d_head, a.n_kv_heads * a.d_head
     attention: dict[str, tuple[int, ...]] = {}
     mlps: dict[str, tuple[int, ...]] = {}
@@ -248,7 +252,7 @@ def _llama_shapes(a: Architecture, config: Mapping[str, Any]) -> Shapes:
             f"layers.{i}.self_attn.v_proj.weight": (kv, a.d_model),
             f"layers.{i}.self_attn.o_proj.weight": (a.d_model, query),
         }
-        if config.get("attention_bias"):
+        if attention_bias:
             attention |= {f"layers.{i}.self_attn.{p}_proj.bias": (n,) for p, n in (("q", query), ("k", kv), ("v", kv))}
             attention[f"layers.{i}.self_attn.o_proj.bias"] = (a.d_model,)
         mlps |= {
@@ -257,7 +261,7 @@ def _llama_shapes(a: Architecture, config: Mapping[str, Any]) -> Shapes:
             f"layers.{i}.mlp.up_proj.weight": (a.d_mlp, a.d_model),
             f"layers.{i}.mlp.down_proj.weight": (a.d_model, a.d_mlp),
         }
-        if config.get("mlp_bias"):
+        if mlp_bias:
             mlps |= {
                 f"layers.{i}.mlp.{p}_proj.bias": (n,)
                 for p, n in (("gate", a.d_mlp), ("up", a.d_mlp), ("down", a.d_model))
@@ -298,6 +302,9 @@ LLAMA = Family(
 
 FAMILIES: dict[str, Family] = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA}
 
+# Which family's layout a model class has, for configs that name no model_type.
+_CLASSES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+
 # What is near but outside, and why: refused by name.
 _ENCODERS = (
     "bert",
@@ -329,16 +336,8 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     Raises:
         CircuitsError: the architecture is not in the table; the message says why, or which ones are.
     """
-    model_type = config.get("model_type")
-    architectures = config.get("architectures")
-    if model_type is not None and not isinstance(model_type, str):
-        raise CircuitsError(f"{where} cannot be used: model_type in its config.json is {model_type!r}, not a name")
-    if model_type is None and isinstance(architectures, list):
-        guesses = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
-        model_type = next((guesses[str(name)] for name in architectures if str(name) in guesses), None)
+    model_type = model_type_of(config, where)
     known = ", ".join(FAMILIES)
-    if model_type is None:
-        raise CircuitsError(f"{where} names no model_type: add one of {known} to its config.json")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     if model_type in _OUTSIDE:
@@ -346,6 +345,23 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     raise CircuitsError(
         f"{where} is a {model_type!r} model, whose tensor layout is not in the table. Supported: {known}"
     )
+
+
+def model_type_of(config: Mapping[str, Any], where: str) -> str:
+    """The model type that a config names, or that the class in its ``architectures`` has.
+
+    Raises:
+        CircuitsError: it names neither.
+    """
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    if model_type is None and isinstance(architectures, list):
+        model_type = next((_CLASSES[str(name)] for name in architectures if str(name) in _CLASSES), None)
+    if model_type is None:
+        raise CircuitsError(f"{where} names no model_type: add one of {', '.join(FAMILIES)} to its config.json")
+    if not isinstance(model_type, str):
+        shown = reprlib.repr(model_type)
+        raise CircuitsError(f"{where} cannot be used: model_type in its config.json is {shown}, not a name")
+    return model_type
 
 
 def canonical_store(store: TensorStore, family: Family, wanted: Collection[str]) -> TensorStore:
@@ -414,34 +430,61 @@ def check_contents(
     return store, contents
 
 
+# Beyond these a number is a slip of the pen. Tensors are listed layer by layer, so layers are what fills the memory.
+_LARGEST = 10**8
+_MOST_LAYERS = 10**4
+
+
 class _Config:
     """A config's values, with the sentence to say when one is missing or makes no sense."""
 
     def __init__(self, config: Mapping[str, Any], family: str) -> None:
         self._config, self._family = config, family
 
-    def count(self, key: str, default: Any = None) -> int:
+    def _refusal(self, key: str, problem: str) -> CircuitsError:
+        return CircuitsError(f"the config of this {self._family} model cannot be used: {key} {problem}")
+
+    def count(self, key: str, default: Any = None, *, largest: int = _LARGEST) -> int:
+        """A positive whole number."""
         value = self._config.get(key)
         value = default if value is None else value
+        if value is None:
+            raise self._refusal(key, "is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problem = "is missing" if value is None else f"is {value!r}, not a positive whole number"
-            raise CircuitsError(f"the config of this {self._family} model cannot be used: {key} {problem}")
+            raise self._refusal(key, f"is {reprlib.repr(value)}, not a positive whole number")
+        if value > largest:
+            raise self._refusal(
+                key, f"is {reprlib.repr(value)}, more than any model has (at most {largest:,} are taken)"
+            )
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number from 0 on."""
+        value = self._config.get(key, default)
+        # Compared before it is converted: JSON's whole numbers have no bound. NaN is not between anything.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+            raise self._refusal(key, f"is {reprlib.repr(value)}, not a finite number from 0 on")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; ``"false"`` in quotes would count as true."""
+        value = self._config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self._refusal(key, f"is {reprlib.repr(value)}, not true or false")
         return value
 
     def rope_theta(self, default: float) -> float:
-        """The rotary base: in ``rope_parameters`` since transformers 5, a key of its own before."""
-        rope = self._config.get("rope_parameters")
-        if rope is not None and not isinstance(rope, Mapping):
-            raise CircuitsError(f"the config of this {self._family} model cannot be used: rope_parameters is {rope!r}")
-        for values in (rope or {}, self._config):
+        """The rotary base, looked for where transformers does: its groups of rotary settings first, a key of its own last."""
+        for group in ("rope_scaling", "rope_parameters"):
+            settings = self._config.get(group)
+            if settings is not None and not isinstance(settings, Mapping):
+                raise self._refusal(group, f"is {reprlib.repr(settings)}, not an object")
+        settings = self._config.get("rope_scaling") or self._config.get("rope_parameters") or {}
+        for values in (settings, self._config):
             if values.get("rope_theta") is not None:
-                return _Config(values, self._family).number("rope_theta", default)
+                theta = _Config(values, self._family).number("rope_theta", default)
+                if theta == 0:
+                    raise self._refusal("rope_theta", "is 0: rotary positions need a base above 0")
+                return theta
         return default
-
-    def number(self, key: str, default: float) -> float:
-        value = self._config.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CircuitsError(
-                f"the config of this {self._family} model cannot be used: {key} is {value!r}, not a number"
-            )
-        return float(value)

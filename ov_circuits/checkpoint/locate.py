@@ -19,6 +19,7 @@ from ov_circuits.checkpoint.stores import (
     SafetensorsStore,
     TensorStore,
     TorchStore,
+    exists,
     read_json,
     read_shard_index,
     shard_names,
@@ -57,6 +58,14 @@ class Checkpoint:
     gguf: Path | None = None
     cannot_run: str | None = None
 
+    def files(self) -> set[Path]:
+        """The files that it is made of: nothing may be written over them."""
+        found = {Path(self.store.origin(name)) for name in self.store.names()}
+        if self.folder is not None:
+            names = ("config.json", "generation_config.json", *WEIGHT_FILES, *_TOKENIZER_FILES)
+            found |= {self.folder / name for name in names}
+        return found
+
 
 def open_checkpoint(name: str | os.PathLike[str] | None = None, revision: str | None = None) -> Checkpoint:
     """Open a checkpoint by name or path; only headers are read.
@@ -70,8 +79,13 @@ def open_checkpoint(name: str | os.PathLike[str] | None = None, revision: str | 
     """
     if name is None:
         return open_path(embedded_model(), name="embedded")
-    path = Path(name).expanduser()
-    if isinstance(name, os.PathLike) or _looks_like_path(str(name)) or path.exists():
+    if not os.fspath(name):
+        raise CircuitsError(
+            "the checkpoint's name is empty: name a folder, a file or a hub model, or leave the name out for the model that "
+            "comes with the package"
+        )
+    path = user_path(name)
+    if isinstance(name, os.PathLike) or _looks_like_path(str(name)) or exists(path):
         if revision is not None:
             raise CircuitsError(f"{path} is a path; a revision ({revision}) belongs to a hub name")
         return open_path(path)
@@ -88,13 +102,31 @@ def open_path(path: Path, name: str | None = None) -> Checkpoint:
     Raises:
         CircuitsError: it does not exist or holds no checkpoint.
     """
-    if not path.exists():
+    if not exists(path):
         raise CircuitsError(f"{path} does not exist; name a folder with config.json and weights, or a weight file")
     if path.is_file():
         return _open_file(path, name)
+    if not path.is_dir():
+        raise CircuitsError(
+            f"{path} is no regular file (a pipe, socket or device): copy the checkpoint into a file first"
+        )
     files, opener = _weight_files(path)
     config = read_config(path)
     return Checkpoint(name or path.resolve().name, str(path), config, opener(files), folder=path)
+
+
+def user_path(name: str | os.PathLike[str]) -> Path:
+    """A path with ``~`` and ``~user`` written out.
+
+    Raises:
+        CircuitsError: there is no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise CircuitsError(
+            f"{os.fspath(name)} names a home folder that is not there: write the path in full"
+        ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -130,7 +162,7 @@ def cache_folder() -> Path:
     import platformdirs
 
     given = os.environ.get("OV_CIRCUITS_CACHE")
-    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("ov_circuits"))
+    return user_path(given) if given else Path(platformdirs.user_cache_dir("ov_circuits"))
 
 
 def _fetched(name: str) -> Path:

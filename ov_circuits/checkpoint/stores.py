@@ -11,6 +11,7 @@ import json
 import math
 import pickle
 import warnings
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -21,6 +22,10 @@ import torch
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
+
+# A checkpoint's pickle and JSON hold names and numbers; what is larger is no such thing, and would fill the memory.
+_LARGEST_PICKLE = 64 * 2**20
+_LARGEST_JSON = 32 * 2**20
 
 
 class TensorStore(ABC):
@@ -157,10 +162,14 @@ class TorchStore(TensorStore):
 
 def _load_pickle(file: Path) -> dict[str, Tensor]:
     try:
+        _check_archive(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of its own TypedStorage while reading old files
             loaded = _torch_load(file)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+    except CircuitsError:
+        raise
+    # A damaged pickle sends its reader anywhere: IndexError, AssertionError, MemoryError, struct.error have been seen.
+    except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error).lower():
             raise CircuitsError(
@@ -172,7 +181,47 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(loaded, Mapping):
         raise CircuitsError(f"{file} holds a {type(loaded).__name__}, not a dictionary of tensors")
-    return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+    tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        _check_plain(name, tensor, file)
+    return tensors
+
+
+def _check_archive(file: Path) -> None:
+    """Refuse an archive that unpacks into more than it is: torch compresses nothing, and its pickle is small.
+
+    Files from before torch 1.6 are no archives and pass.
+    """
+    with file.open("rb") as opened:
+        if opened.read(4) != b"PK\x03\x04":
+            return
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                raise CircuitsError(
+                    f"{file} was refused: its entry {entry.filename} is compressed, which torch never does and which "
+                    "may unpack into more than memory holds. Convert it to safetensors where you trust the file"
+                )
+            if entry.filename.endswith(".pkl") and entry.file_size > _LARGEST_PICKLE:
+                raise CircuitsError(
+                    f"{file} was refused: its entry {entry.filename} has {entry.file_size:,} bytes, far more than the names "
+                    "and shapes of tensors take. Convert it to safetensors where you trust the file"
+                )
+
+
+def _check_plain(name: str, tensor: Tensor, file: Path) -> None:
+    """Refuse what is no array of numbers in memory: sparse, nested, without data, or few numbers repeated into many."""
+    kind = None
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    elif tensor.device.type != "cpu":
+        kind = f"on the device {tensor.device.type!r}, without data,"
+    elif tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        kind = "a view that repeats its numbers,"
+    if kind is not None:
+        raise CircuitsError(
+            f"tensor {name} in {file} is {kind} and not a plain array: save it again from tensor.to_dense().contiguous()"
+        )
 
 
 def _torch_load(file: Path) -> Any:
@@ -262,7 +311,7 @@ def read_shard_index(index: Path) -> list[Path]:
     """
     files = [index.parent / name for name in shard_names(index)]
     for file in files:
-        if not file.is_file():
+        if not (exists(file) and file.is_file()):
             raise CircuitsError(
                 f"{index} names the shard {file.name}, which is missing from {index.parent}: copy it there"
             )
@@ -285,6 +334,23 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
+def exists(path: Path) -> bool:
+    """Whether something lies at a path.
+
+    Raises:
+        CircuitsError: the system cannot even look it up: the name is too long, or the folder closed.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL or half a character in the name
+        return False
+    except OSError as error:
+        name = str(path)
+        shown = name if len(name) <= 120 else f"{name[:80]}.. ({len(name)} characters)"
+        raise CircuitsError(f"{shown} cannot be looked up ({error.strerror}): check the name") from error
+    return True
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
@@ -292,8 +358,14 @@ def read_json(file: Path) -> dict[str, Any]:
         CircuitsError: the file cannot be read or holds something else.
     """
     try:
+        if file.stat().st_size > _LARGEST_JSON:
+            raise CircuitsError(
+                f"{file} is larger than {_LARGEST_JSON:,} bytes: it is no file of settings; copy it again"
+            )
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+    except CircuitsError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise CircuitsError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise CircuitsError(f"{file} holds a JSON {type(value).__name__}, not an object")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import reprlib
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,33 +20,58 @@ from ov_circuits.errors import CircuitsError
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
+class MissingTokenizer(CircuitsError):
+    """A checkpoint has no tokenizer at all; one that is there and damaged raises a plain CircuitsError."""
+
+
+def bos_in_vocabulary(bos: object, config: Mapping[str, Any]) -> int | None:
+    """``bos`` where it is a token id of the config's vocabulary, else None: 50256 is a common leftover in small GPT-2s."""
+    size = config.get("vocab_size")
+    if isinstance(bos, bool) or not isinstance(bos, int) or bos < 0 or (isinstance(size, int) and bos >= size):
+        return None
+    return bos
+
+
+def why_no_bos(config: Mapping[str, Any]) -> str:
+    """Why there is no BOS token to put before a prompt, as the end of "MODEL .."."""
+    bos = config.get("bos_token_id")
+    if bos is None:
+        return "names no BOS token (bos_token_id in its config.json)"
+    return (
+        f"has no BOS token: bos_token_id in its config.json is {reprlib.repr(bos)}, which is no token of its vocabulary"
+    )
+
+
 class Tokenizer:
     """A checkpoint's tokenizer.
 
     Attributes:
-        bos_id: the id put before a prompt when asked for, or None when the model has none.
+        bos_id: the id put before a prompt when asked for, or None when the model has none (or names one that is no token).
     """
 
     def __init__(self, backend: Any, bos_id: int | None) -> None:
-        self._backend, self.bos_id = backend, bos_id
+        self._backend = backend
+        known = bos_id is not None and bos_id < 2**32 and backend.id_to_token(bos_id) is not None
+        self.bos_id = bos_id if known else None
 
     @classmethod
     def open(cls, folder: Path | None, gguf: Path | None, config: Mapping[str, Any]) -> Tokenizer:
         """The tokenizer of a checkpoint.
 
         Raises:
-            CircuitsError: there is none, or it cannot be read.
+            MissingTokenizer: there is none.
+            CircuitsError: it cannot be read.
         """
         if gguf is not None:
-            return cls.of_transformers(_auto_tokenizer(gguf.parent, gguf_file=gguf.name), config)
+            return cls.of_transformers(_gguf_tokenizer(gguf), config)
         if folder is None:
-            raise CircuitsError("this checkpoint is in memory and came without a tokenizer: use token ids")
+            raise MissingTokenizer("this checkpoint is in memory and came without a tokenizer: use token ids")
         file = folder / "tokenizer.json"
         if file.is_file():
             return cls(_read_backend(file), _bos_id(folder, config, file))
         if any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
             return cls.of_transformers(_auto_tokenizer(folder), config)
-        raise CircuitsError(
+        raise MissingTokenizer(
             f"{folder} has no tokenizer (no tokenizer.json): use token ids, or copy the tokenizer there"
         )
 
@@ -58,11 +84,54 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} is no fast tokenizer: convert it to a tokenizer.json first"
             )
         bos = tokenizer.bos_token_id
-        return cls(backend, config.get("bos_token_id") if bos is None else bos)
+        return cls(backend, bos_in_vocabulary(config.get("bos_token_id") if bos is None else bos, config))
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without any special token added."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, *, unknown: bool = False) -> list[int]:
+        """The ids of a text, without any special token added.
+
+        Args:
+            text: what to encode.
+            unknown: let what the vocabulary cannot spell become its unknown token.
+
+        Raises:
+            CircuitsError: the text is no Unicode, or cannot be spelled; the message names the characters.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CircuitsError(
+                f"the text {text[:40]!r} cannot be encoded: character {error.start} is {text[error.start]!r}, half of one "
+                "(it was no UTF-8): write the text again"
+            ) from error
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        if not unknown:
+            self._check_spelled(text, encoding)
+        return list(encoding.ids)
+
+    def _check_spelled(self, text: str, encoding: Any) -> None:
+        """Refuse a text of which a part became the unknown token, which would be run as if it had been meant."""
+        if self._unknown is None or self._unknown not in encoding.ids:
+            return
+        name = self._backend.id_to_token(self._unknown)
+        parts = (
+            text[a:b] for token, (a, b) in zip(encoding.ids, encoding.offsets, strict=True) if token == self._unknown
+        )
+        lost = list(dict.fromkeys(part for part in parts if part.strip() != name))
+        if lost:
+            shown = ", ".join(map(repr, lost[:5])) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+            raise CircuitsError(
+                f"the tokenizer has no token for {shown}: it would read {name!r} instead; leave that out, or give token ids"
+            )
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        """The id that stands for all that the vocabulary cannot spell; None where everything can be spelled."""
+        model = self._backend.model
+        token = getattr(model, "unk_token", None)
+        if token is not None:
+            return self._backend.token_to_id(token)
+        found = re.match(r"Unigram\(unk_id=(\d+)", repr(model))  # this model does not tell otherwise
+        return int(found.group(1)) if found else None
 
     def text(self, token: int) -> str:
         """A token as text; bytes that are no UTF-8 on their own come as ``⟨E2⟩``, ids past the vocabulary as ``⟨id 50300⟩``."""
@@ -89,9 +158,14 @@ class Tokenizer:
             return self._by_text[word]
         other = word[1:] if word.startswith(" ") else f" {word}"
         hint = f"; {other!r} is one token" if other in self._by_text else ""
-        pieces = [self.text(token) for token in self.encode(word)]
+        ids = self.encode(word)
+        pieces = [self.text(token) for token in ids]
         if not pieces:
             raise CircuitsError(f"{word!r} is no token at all{hint}")
+        if pieces == [word]:
+            raise CircuitsError(f"{word!r} is token {ids[0]}, outside the vocabulary of {self.size:,}")
+        if len(pieces) == 1:
+            raise CircuitsError(f"{word!r} is no token of its own: the tokenizer reads it as {pieces[0]!r}{hint}")
         parts = ", ".join(map(repr, pieces))
         raise CircuitsError(f"{word!r} is not one token but {len(pieces)} ({parts}){hint}")
 
@@ -108,7 +182,7 @@ class Tokenizer:
             if found.setdefault(text, token) != token:
                 doubled.add(text)
         for text in doubled:
-            ids = self.encode(text)
+            ids = self.encode(text, unknown=True)
             if len(ids) == 1 and self.text(ids[0]) == text:
                 found[text] = ids[0]
         return found
@@ -168,9 +242,8 @@ def _read_backend(file: Path) -> Any:
 
 def _bos_id(folder: Path, config: Mapping[str, Any], tokenizer_file: Path) -> int | None:
     """The config's bos_token_id, else the id of tokenizer_config.json's bos_token."""
-    bos = config.get("bos_token_id")
-    if isinstance(bos, int):
-        return bos
+    if config.get("bos_token_id") is not None:
+        return bos_in_vocabulary(config["bos_token_id"], config)
     settings = folder / "tokenizer_config.json"
     token = read_json(settings).get("bos_token") if settings.is_file() else None
     if isinstance(token, dict):
@@ -178,10 +251,19 @@ def _bos_id(folder: Path, config: Mapping[str, Any], tokenizer_file: Path) -> in
     return _read_backend(tokenizer_file).token_to_id(token) if isinstance(token, str) else None
 
 
+def _gguf_tokenizer(file: Path) -> Any:
+    """What transformers makes of a GGUF file's vocabulary. What it makes nothing of (or is not there) counts as missing."""
+    try:
+        return _auto_tokenizer(file.parent, gguf_file=file.name)
+    except CircuitsError as error:
+        raise MissingTokenizer(str(error)) from error
+
+
 def _auto_tokenizer(folder: Path, **kwargs: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **kwargs)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise CircuitsError(f"the tokenizer in {folder} cannot be read by transformers: {error}") from error
+    except Exception as error:  # which of its parsers fails on a damaged file, and how, is transformers' own affair
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CircuitsError(f"the tokenizer in {folder} cannot be read by transformers: {reason}") from error

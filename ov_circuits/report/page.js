@@ -1203,15 +1203,19 @@ function evidence(card, i) {
       '; at its other end it reads ', listTokens(first.reads.minus), ' and writes ', listTokens(first.writes.minus), '. ');
     if (!first.separable) out.push('That direction is not separable from the next, so its tokens are one choice among many: read the span. ');
   }
-  const copying = data.has('eigen_copying_ov') ? data.value('eigen_copying_ov', i) : copyingOf(card.eigenvalues_ov);
+  // Through embedding and unembedding where there are any: that is the published score.
+  const full = copyingOf(card.eigenvalues_full);
+  const copying = full ?? copyingOf(card.eigenvalues_ov);
   if (isNumber(copying)) {
     const word = copying > 0.5 ? 'mostly positive' : copying < -0.5 ? 'mostly negative' : 'of both signs';
-    out.push(`Its eigenvalues are ${word} (copying ${format(copying, { sign: true, digits: 3 })}). `);
+    out.push(`Its eigenvalues ${full === null ? 'in residual space' : 'over the vocabulary'} are ${word} (copying ${format(copying, { sign: true, digits: 3 })}). `);
   }
   const value = data.prompt?.head_value?.[i];
   if (isNumber(value)) {
     const rank = data.rank('prompt_value', i);
-    out.push(`On the prompt it adds ${format(value, { sign: true })} to the `, quantity(), `, ${rank.rank === 1 ? 'the most' : `rank ${rank.rank}`} of ${rank.of} heads.`);
+    const place = value < 0 ? rank.of + 1 - rank.rank : rank.rank;
+    const way = value < 0 ? 'against' : 'for';
+    out.push(`On the prompt it moves ${format(value, { sign: true })} to the `, quantity(), `: ${place === 1 ? 'the most' : `number ${place}`} ${way} it of ${rank.of} heads.`);
   }
   return out;
 }
@@ -1232,7 +1236,7 @@ function spectrumSentence(card) {
 }
 
 function directionTable(directions, singularValues) {
-  const FIRST = 5;
+  const FIRST = 6;
   const top = singularValues[0] || 1;
   const place = h('div');
   let all = false;
@@ -1454,8 +1458,8 @@ function promptView() {
     rankings.replaceChildren(...[ranking('Most for', mostFor(1)), ranking('Most against', mostFor(-1))].filter(Boolean));
     const source = state.promptSource;
     mapLead.replaceChildren(...(source === null
-      ? ['What each head adds, summed over source tokens. Choose a token of the prompt to see what the heads carry from it.']
-      : ['What each head adds from ', tokenChip(prompt.tokens[source]), ` at position ${source}. `,
+      ? ['What each head moves from its source tokens (its value bias is a line of the account). Choose a token of the prompt to see what the heads carry from it.']
+      : ['What each head moves from ', tokenChip(prompt.tokens[source]), ` at position ${source}. `,
         h('button.quiet', { type: 'button', onclick: () => chooseSource(source) }, 'All tokens')]));
   }
   async function drawStrip() {
@@ -1669,7 +1673,7 @@ async function start() {
   }
   data = prepare(JSON.parse(await blockText('core')));
   const keys = data.scores.map((score) => score.key);
-  state.score = data.has('eigen_copying_ov') ? 'eigen_copying_ov' : keys[0];
+  state.score = ['eigen_copying_full', 'eigen_copying_ov'].find(data.has) ?? keys[0];
   state.x = state.score;
   state.y = keys.find((key) => key.includes('frobenius')) ?? keys.find((key) => key !== state.x) ?? state.x;
   main = h('main', { id: 'main-content', tabindex: '-1' });

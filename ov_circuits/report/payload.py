@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import ov_circuits
 from ov_circuits.certificate import Certificate, verify
+from ov_circuits.checkpoint.census import census
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Head, Model
 from ov_circuits.progress import track
@@ -100,20 +102,17 @@ def dashboard(
 
 
 def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str]) -> dict[str, Any]:
-    a = model.architecture
-    store = model.source.store
+    a, source = model.architecture, model.source
     notes = []
     if not_finite:
         notes.append(f"Weights of these heads hold NaN or infinity, so they have no scores: {', '.join(not_finite)}.")
     if not model.has_embeddings:
-        notes.append(
-            "The checkpoint holds no embeddings: scores and tokens that pass through the vocabulary are left out."
-        )
+        notes.append(f"Scores and tokens that pass through the vocabulary are left out: {model.why_no_vocabulary}.")
     if a.positions == "rotary":
         notes.append("Rotary positions: QK numbers are those of offset 0, one of many.")
     return {
         "model": model.name,
-        "source": model.source.checkpoint.where,
+        "source": Path(source.checkpoint.where).name,  # pages are shared; where it lay is nobody's business
         "family": a.family,
         "n_layers": a.n_layers,
         "n_heads": a.n_heads,
@@ -123,8 +122,8 @@ def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str]) -> 
         "n_vocab": a.n_vocab,
         "norm": a.norm,
         "positions": a.positions,
-        "tied": model.has_embeddings and model.source.tied,
-        "n_parameters": store.n_parameters,
+        "tied": source.tied if source.contents.embeddings else a.tied,
+        "n_parameters": census(source.checkpoint.config, source.checkpoint.where).n_parameters,
         "view": model.view,
         "view_note": model.view_note,
         "version": ov_circuits.__version__,

@@ -94,25 +94,26 @@ SCORES: dict[str, Score] = {
     score.key: score
     for score in (
         Score(
-            "eigen_copying_ov",
-            "Eigenvalue copying, residual space",
-            "Copying",
-            _ELHAGE,
-            f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_V W_O. {_NORMAL}",
-            lambda c: spectra.eigenvalue_copying(c.ov.eigenvalues),
-            null=_residual_copying_null,
-            diverging=True,
-            range=(-1.0, 1.0),
-        ),
-        Score(
             "eigen_copying_full",
             "Eigenvalue copying, vocabulary",
             "Copying",
             _ELHAGE,
-            f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_E W_V W_O W_U. {_NORMAL}",
+            f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_E W_V W_O W_U. {_NORMAL} "
+            "A shift that all logits share counts here, though no softmax sees it: read it beside its null.",
             lambda c: spectra.eigenvalue_copying(c.full_ov.eigenvalues),
             null="rotation",
             needs_embeddings=True,
+            diverging=True,
+            range=(-1.0, 1.0),
+        ),
+        Score(
+            "eigen_copying_ov",
+            "Eigenvalue copying, residual space",
+            "Copying",
+            f"after {_ELHAGE}, whose score is of the full circuit",
+            f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_V W_O. {_NORMAL}",
+            lambda c: spectra.eigenvalue_copying(c.ov.eigenvalues),
+            null=_residual_copying_null,
             diverging=True,
             range=(-1.0, 1.0),
         ),
@@ -348,13 +349,13 @@ def _chosen(model: Model, names: Sequence[str] | str | None) -> tuple[list[Score
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise CircuitsError(f"there is no score {name!r}{hint} The scores are: {', '.join(known)}, or all")
         if known[name].needs_embeddings and not model.has_embeddings:
-            raise CircuitsError(f"the score {name} needs embeddings, and {model.name} holds attention weights only")
+            raise CircuitsError(f"the score {name} needs embeddings: {model.why_no_vocabulary}")
     return [SCORES[name] for name in asked if name in SCORES], [name for name in asked if name not in SCORES]
 
 
 def _left_out(model: Model) -> dict[str, str]:
     """The scores that a checkpoint without embeddings does not allow."""
-    if model.has_embeddings:
+    reason = model.why_no_vocabulary
+    if reason is None:
         return {}
-    reason = f"{model.name} holds attention weights only, no embeddings"
     return {key: reason for key, score in all_scores().items() if score.needs_embeddings}

@@ -62,9 +62,7 @@ def directions(model: Model, layer: int, k: int = 6, tokens: int = 8) -> Directi
         CircuitsError: the checkpoint holds no embeddings.
     """
     if not model.has_embeddings:
-        raise CircuitsError(
-            f"{model.name} holds no embeddings: singular directions cannot be read through a vocabulary"
-        )
+        raise CircuitsError(f"singular directions cannot be read through a vocabulary: {model.why_no_vocabulary}")
     finite = model.layer(layer).finite_heads.unsqueeze(-1)
     ov = model.layer(layer).finite_part.ov
     pairs = ov.singular_pairs(k)
@@ -149,6 +147,8 @@ def token_id(model: Model, word: str | int) -> int:
     """
     if isinstance(word, str):
         return model.tokenizer.single(word)
+    if isinstance(word, bool) or not hasattr(word, "__index__"):
+        raise CircuitsError(f"{word!r} is no token: give a word or a token id")
     if not 0 <= word < model.architecture.n_vocab:
         raise CircuitsError(
             f"token id {word} is outside the vocabulary of {model.name} (0 to {model.architecture.n_vocab - 1})"

@@ -62,7 +62,7 @@ def need_embeddings(model: Model, what: str) -> None:
         CircuitsError: no embeddings.
     """
     if not model.has_embeddings:
-        raise CircuitsError(f"{model.name} holds no embeddings: {what} need them; use the full checkpoint")
+        raise CircuitsError(f"{what} need embeddings: {model.why_no_vocabulary}")
 
 
 def _end(model: Model, name: str, entries: Entries, sides: tuple[str, str]) -> pd.DataFrame:

@@ -50,7 +50,7 @@ def check_source(model: Model, source: str) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise CircuitsError(f"there is no source embedding {source!r}{hint} The sources are: {', '.join(SOURCES)}")
     if not model.has_embeddings:
-        raise CircuitsError(f"scores over tokens need embeddings, and {model.name} holds attention weights only")
+        raise CircuitsError(f"scores over tokens need embeddings: {model.why_no_vocabulary}")
     return source
 
 

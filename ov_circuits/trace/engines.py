@@ -7,6 +7,7 @@ writes is computed from them on demand, so nothing of size [heads, positions, d_
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ov_circuits.checkpoint.families import model_type_of
 from ov_circuits.errors import CircuitsError
 
 if TYPE_CHECKING:
@@ -141,21 +143,83 @@ def bridge_of(model: Model) -> Any:
 
 
 def _build_bridge(model: Model) -> Any:
-    with _quiet():
-        from transformer_lens.model_bridge import TransformerBridge
-        from transformers import AutoConfig, AutoModelForCausalLM
+    checkpoint = model.source.checkpoint
+    tensors = {name: checkpoint.store.read(name) for name in checkpoint.store.names()}
+    if checkpoint.config.get("quantization_config") is not None:
+        raise CircuitsError(
+            f"the config of {checkpoint.where} has a quantization_config, but its weights are plain floating-point numbers: "
+            "take the key out of config.json to run it; weight-only commands work"
+        )
+    with _quiet(), _blame_config(checkpoint.where):
+        return _boot(model, tensors)
 
-        checkpoint = model.source.checkpoint
-        config = AutoConfig.for_model(**checkpoint.config)
-        tensors = {name: checkpoint.store.read(name) for name in checkpoint.store.names()}
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
-        network = model_class.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
-        )
-        network.eval()
-        return TransformerBridge.boot_transformers(
-            model.name, hf_model=network, tokenizer=_placeholder_tokenizer(), dtype=torch.float32, device="cpu"
-        )
+
+def _boot(model: Model, tensors: dict[str, Tensor]) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    checkpoint = model.source.checkpoint
+    # transformers writes into the settings that it is given.
+    settings = copy.deepcopy(checkpoint.config) | {"model_type": model_type_of(checkpoint.config, checkpoint.where)}
+    config = AutoConfig.for_model(**settings)
+    _compare(config, model)
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    network = model_class.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
+    )
+    network.eval()
+    with torch.inference_mode():
+        network(torch.tensor([[0]]))  # some settings that make no sense are found out by running only
+    return TransformerBridge.boot_transformers(
+        model.name, hf_model=network, tokenizer=_placeholder_tokenizer(), dtype=torch.float32, device="cpu"
+    )
+
+
+@contextmanager
+def _blame_config(where: str) -> Iterator[None]:
+    """Whatever transformers or TransformerLens raise while they build a model is said of the config they build it from."""
+    try:
+        yield
+    except CircuitsError:
+        raise
+    # What a setting breaks, and with which error, is those libraries' own affair: TypeError, KeyError, ImportError, ...
+    except Exception as error:
+        text = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {text if len(text) <= 200 else text[:200] + '..'}"
+        raise CircuitsError(
+            f"transformers cannot build a model from the config of {where} ({reason}): correct config.json; "
+            "weight-only commands work"
+        ) from error
+
+
+# transformers' name of a number -> ours. A config may hold a number under two names, and not twice the same one.
+_COMPARED = {
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "d_head",
+    "hidden_size": "d_model",
+    "vocab_size": "n_vocab",
+    "max_position_embeddings": "n_ctx",
+    "tie_word_embeddings": "tied",
+    "layer_norm_epsilon": "norm_eps",
+    "rms_norm_eps": "norm_eps",
+}
+
+
+def _compare(config: Any, model: Model) -> None:
+    """Raise a CircuitsError where transformers reads another number out of the config than this package does."""
+    a = model.architecture
+    pairs = [(key, getattr(config, key, None), getattr(a, field)) for key, field in _COMPARED.items()]
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict):
+        pairs.append(("rope_theta", rope.get("rope_theta"), a.rope_theta))
+    for key, theirs, ours in pairs:
+        if theirs is not None and theirs != ours:
+            raise CircuitsError(
+                f"the config of {model.source.checkpoint.where} contradicts itself: transformers reads {key} = {theirs} "
+                f"from it, and this package {ours}; keep one name of this number in config.json"
+            )
 
 
 def _placeholder_tokenizer() -> Any:

@@ -10,9 +10,10 @@ Writes are in the model's own residual stream, so they use the raw weights whate
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -64,6 +65,8 @@ class Trace:
             CircuitsError: the prompt has no such position.
         """
         n = len(self)
+        if isinstance(index, bool) or not hasattr(index, "__index__"):
+            raise CircuitsError(f"a position is a whole number, not {index!r}")
         if not -n <= index < n:
             raise CircuitsError(f"the prompt has positions 0 to {n - 1}, not {index}")
         return index % n
@@ -140,7 +143,7 @@ def trace(model: Model, prompt: str | Sequence[int], *, bos: bool | None = None)
         CircuitsError: an empty or too long prompt, ids outside the vocabulary, text without a tokenizer, BOS asked for
             where there is none, or a checkpoint that cannot run.
     """
-    tokens = list(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else [int(token) for token in prompt]
+    tokens = list(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else _ids(prompt)
     if not tokens:
         raise CircuitsError("the prompt is empty: give it at least one token")
     bos_id = model.tokenizer.bos_id if model.has_tokenizer else model.source.checkpoint.config.get("bos_token_id")
@@ -152,13 +155,29 @@ def trace(model: Model, prompt: str | Sequence[int], *, bos: bool | None = None)
         assert bos_id is not None
         tokens = [bos_id, *tokens]
     check_tokens(model, tokens)
+    found = record(model, tokens)
+    if not bool(found.logits.isfinite().all()):
+        raise CircuitsError(
+            f"{model.name} gives NaN or infinity on this prompt, so nothing can be accounted for: "
+            "its weights or the numbers in its config are not finite or out of range"
+        )
     return Trace(
         model=model.in_view("raw"),
         tokens=tuple(tokens),
         texts=tuple(token_list(model, tokens)),
         bos_added=added,
-        record=record(model, tokens),
+        record=found,
     )
+
+
+def _ids(prompt: Any) -> list[int]:
+    """Whole numbers of a sequence or a one-dimensional tensor; nothing is rounded or read out of text."""
+    if isinstance(prompt, Tensor):
+        prompt = prompt.tolist()
+    wrong = not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray))
+    if wrong or any(isinstance(token, bool) or not hasattr(token, "__index__") for token in prompt):
+        raise CircuitsError(f"a prompt is a text or a list of token ids (whole numbers), not {str(prompt)[:80]}")
+    return [operator.index(token) for token in prompt]
 
 
 def unbiased_values(layer: LayerRecord, weights: Layer) -> Float[Tensor, "head source d_head"]:
