@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ov_circuits.errors import CircuitsError
 from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
+from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Layer, Model
 from ov_circuits.trace.engines import bridge_of
@@ -183,7 +183,9 @@ def _why_no_pattern(trace: Trace) -> str | None:
 
 def _window(trace: Trace) -> int | None:
     """How many of the latest positions a query sees, itself included, as the model that ran has it; None for all."""
-    return getattr(bridge_of(trace.model).original_model.config, "sliding_window", None)
+    config = bridge_of(trace.model).original_model.config
+    # In a Llama's config the key is a leftover that transformers does not look at.
+    return config.sliding_window if config.model_type == "mistral" else None
 
 
 def _check_ledger(trace: Trace) -> Check:

@@ -447,9 +447,10 @@ def attribute(
 def inspect(model: ModelArgument = None, revision: RevisionOption = None, as_json: JsonOption = False) -> None:
     """Architecture, shapes, and how much of the model is W_O. A config.json alone is enough."""
     from ov_circuits.checkpoint.census import census, config_alone
+    from ov_circuits.checkpoint.locate import user_path
 
     name = _name(model)
-    config = None if name is None else config_alone(Path(name).expanduser())
+    config = None if name is None else config_alone(user_path(name))
     if config is not None:
         found, stored = census(config, str(name)), None
         label = str(name)

@@ -34,7 +34,7 @@ from ov_circuits.checkpoint.families import (
 )
 from ov_circuits.checkpoint.locate import Checkpoint
 from ov_circuits.checkpoint.stores import ReadOnce, TensorStore
-from ov_circuits.checkpoint.tokenizer import Tokenizer
+from ov_circuits.checkpoint.tokenizer import MissingTokenizer, Tokenizer
 from ov_circuits.errors import CircuitsError
 from ov_circuits.folding import VIEW_NOTES, View, check_view, default_view, fold_reader, fold_reader_bias, fold_writer
 from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich, gram
@@ -533,11 +533,11 @@ class Source:
             return Tokenizer.of_transformers(self._bridge_tokenizer, self.checkpoint.config)
         return Tokenizer.open(self.checkpoint.folder, self.checkpoint.gguf, self.checkpoint.config)
 
-    @property
+    @cached_property
     def has_tokenizer(self) -> bool:
         try:
             return self.tokenizer is not None
-        except CircuitsError:
+        except MissingTokenizer:  # a broken one is said
             return False
 
 

@@ -114,7 +114,7 @@ def sort_column(key: str, model: Model) -> str:
     Raises:
         CircuitsError: there is no such column, or this checkpoint does not allow it.
     """
-    from ov_circuits.scores.board import all_scores
+    from ov_circuits.scores.board import SCORES, all_scores
 
     column = key.strip().replace(" ", "_")
     known = all_scores()
@@ -123,7 +123,8 @@ def sort_column(key: str, model: Model) -> str:
         near = difflib.get_close_matches(column, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CircuitsError(
-            f"cannot sort by {key!r}: {hint}Any score, its _z or _null_mean, layer, index or kv_head can be"
+            f"cannot sort by {key!r}: {hint}choose a score ({', '.join(SCORES)}, or one over the vocabulary), "
+            "its _z or _null_mean, layer, index or kv_head"
         )
     if score is not None and score.needs_embeddings and not model.has_embeddings:
         raise CircuitsError(f"cannot sort by {key!r}: {model.why_no_vocabulary}")

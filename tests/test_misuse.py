@@ -223,3 +223,24 @@ def test_full_disks_and_narrow_encodings_are_no_traceback(tiny_gpt2_char):
     environment = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin", "HOME": "/tmp"}
     done = subprocess.run([*command, "--json"], capture_output=True, env=environment, check=False)
     assert done.returncode == 0 and b"Traceback" not in done.stderr
+
+
+def test_a_broken_tokenizer_is_said_and_a_missing_one_is_lived_without(tiny_gpt2_char, copy_of):
+    folder = copy_of(tiny_gpt2_char)
+    (folder / "tokenizer.json").write_text('{"version": ')
+    assert "tokenizer.json" in run("heads", folder, code=2).stderr
+    (folder / "tokenizer.json").unlink()
+    assert run_json("heads", folder)["rows"][0]["reads_plus"][0].startswith("⟨id ")
+
+
+def test_a_bos_outside_the_vocabulary_is_none_and_named_when_asked_for(tiny_gpt2_char, copy_of):
+    folder = copy_of(tiny_gpt2_char)
+    config = (folder / "config.json").read_text().replace('"bos_token_id": 0', '"bos_token_id": 50256')
+    (folder / "config.json").write_text(config)
+    assert ov.load(folder).verify().passed
+    with pytest.raises(CircuitsError, match="bos_token_id"):
+        ov.load(folder).trace([5, 6], bos=True)
+
+
+def test_a_home_that_does_not_exist_is_a_sentence():
+    assert "nobody_of_this_name" in run("inspect", "~nobody_of_this_name/x", code=2).stderr

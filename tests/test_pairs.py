@@ -110,7 +110,7 @@ def test_copying_heads_pair_tokens_with_themselves(tiny_gpt2_char):
 
 
 def test_token_pairs_need_embeddings_and_finite_weights(gpt2_small_attention, tiny_gpt2_char):
-    with pytest.raises(CircuitsError, match="holds no embeddings"):
+    with pytest.raises(CircuitsError, match="no embeddings"):
         strongest_token_pairs(ov.load(gpt2_small_attention), "0.0")
     with pytest.raises(CircuitsError, match="at least 1"):
         strongest_token_pairs(ov.load(tiny_gpt2_char), "0.0", k=0)

@@ -49,10 +49,12 @@ def fetch_smollm2(progress: Callable[[str], None]) -> Path:
     if (target / "config.json").is_file():
         progress(f"smollm2 is there already: {target}")
         return target
-    if importlib.util.find_spec("gguf") is None:  # said before the download, not after it
+    try:
+        import gguf
+    except ImportError as error:
         raise CircuitsError(
             "fetching smollm2 needs the gguf package: pip install gguf (in a checkout: pip install '.[gguf]')"
-        )
+        ) from error
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Beside the target, so that the last step is a rename within one file system.

@@ -20,6 +20,7 @@ from ov_circuits.checkpoint.stores import (
     TensorStore,
     TorchStore,
     exists,
+    is_file,
     read_json,
     read_shard_index,
     shard_names,
@@ -132,7 +133,7 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder (of a multimodal model: its text part)."""
     file = folder / "config.json"
-    if not file.is_file():
+    if not is_file(file):
         raise CircuitsError(
             f"{folder} has no config.json, which says how many heads there are: copy it beside the weights"
         )
@@ -198,7 +199,7 @@ def _open_file(file: Path, name: str | None) -> Checkpoint:
 def _weight_files(folder: Path) -> tuple[list[Path], Callable[[list[Path]], TensorStore]]:
     for name in WEIGHT_FILES:
         file = folder / name
-        if not file.is_file():
+        if not is_file(file):
             continue
         files = read_shard_index(file) if name.endswith(".json") else [file]
         return files, SafetensorsStore if "safetensors" in name else TorchStore

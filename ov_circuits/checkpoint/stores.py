@@ -188,7 +188,7 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
 
 
 def _check_archive(file: Path) -> None:
-    """Refuse an archive that unpacks into more than it is: torch compresses nothing, and its pickle is small.
+    """Refuse an archive that unpacks into more than it is: torch compresses no tensors, and their pickle is small.
 
     Files from before torch 1.6 are no archives and pass.
     """
@@ -199,8 +199,8 @@ def _check_archive(file: Path) -> None:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                 raise CircuitsError(
-                    f"{file} was refused: its entry {entry.filename} is compressed, which torch never does and which "
-                    "may unpack into more than memory holds. Convert it to safetensors where you trust the file"
+                    f"{file} was refused: its entry {entry.filename} is compressed, which no file of tensors "
+                    "needs and which may unpack into more than memory holds. Convert it to safetensors where you trust the file"
                 )
             if entry.filename.endswith(".pkl") and entry.file_size > _LARGEST_PICKLE:
                 raise CircuitsError(
@@ -311,7 +311,7 @@ def read_shard_index(index: Path) -> list[Path]:
     """
     files = [index.parent / name for name in shard_names(index)]
     for file in files:
-        if not (exists(file) and file.is_file()):
+        if not is_file(file):
             raise CircuitsError(
                 f"{index} names the shard {file.name}, which is missing from {index.parent}: copy it there"
             )
@@ -349,6 +349,11 @@ def exists(path: Path) -> bool:
         shown = name if len(name) <= 120 else f"{name[:80]}.. ({len(name)} characters)"
         raise CircuitsError(f"{shown} cannot be looked up ({error.strerror}): check the name") from error
     return True
+
+
+def is_file(path: Path) -> bool:
+    """Whether a regular file lies at a path; raises as :func:`exists` does."""
+    return exists(path) and path.is_file()
 
 
 def read_json(file: Path) -> dict[str, Any]:

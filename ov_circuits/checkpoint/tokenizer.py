@@ -142,6 +142,10 @@ class Tokenizer:
             return str(piece)
         return self._to_bytes(piece).decode("utf-8", errors="ov_circuits_visible")
 
+    def find(self, text: str) -> int | None:
+        """The id of the token whose text is exactly this, or None."""
+        return self._by_text.get(text)
+
     def single(self, word: str | int) -> int:
         """The id of the token whose text is exactly ``word``; ids pass through.
 
@@ -158,12 +162,9 @@ class Tokenizer:
             return self._by_text[word]
         other = word[1:] if word.startswith(" ") else f" {word}"
         hint = f"; {other!r} is one token" if other in self._by_text else ""
-        ids = self.encode(word)
-        pieces = [self.text(token) for token in ids]
+        pieces = [self.text(token) for token in self.encode(word)]
         if not pieces:
             raise CircuitsError(f"{word!r} is no token at all{hint}")
-        if pieces == [word]:
-            raise CircuitsError(f"{word!r} is token {ids[0]}, outside the vocabulary of {self.size:,}")
         if len(pieces) == 1:
             raise CircuitsError(f"{word!r} is no token of its own: the tokenizer reads it as {pieces[0]!r}{hint}")
         parts = ", ".join(map(repr, pieces))
@@ -177,14 +178,15 @@ class Tokenizer:
         """
         found: dict[str, int] = {}
         doubled = set()
-        for token in sorted(range(self.size), key=self._is_byte_piece):
+        ids = set(self._backend.get_vocab(with_added_tokens=True).values())  # some vocabularies have gaps
+        for token in sorted(sorted(ids), key=self._is_byte_piece):
             text = self.text(token)
             if found.setdefault(text, token) != token:
                 doubled.add(text)
         for text in doubled:
-            ids = self.encode(text, unknown=True)
-            if len(ids) == 1 and self.text(ids[0]) == text:
-                found[text] = ids[0]
+            encoded = self.encode(text, unknown=True)
+            if len(encoded) == 1 and self.text(encoded[0]) == text:
+                found[text] = encoded[0]
         return found
 
     @property

@@ -263,11 +263,8 @@ def single_token(model: Model, word: str) -> int | None:
 
     A token that does not read as the word (an unknown-token id, say) is none.
     """
-    for spelling in (f" {word}", word):
-        ids = model.tokenizer.encode(spelling)
-        if len(ids) == 1 and ids[0] < model.architecture.n_vocab and model.tokenizer.text(ids[0]).strip() == word:
-            return ids[0]
-    return None
+    found = (model.tokenizer.find(spelling) for spelling in (f" {word}", word))
+    return next((token for token in found if token is not None and token < model.architecture.n_vocab), None)
 
 
 # -- frames -----------------------------------------------------------------------------------------------------------

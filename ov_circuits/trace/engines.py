@@ -168,11 +168,12 @@ def _boot(model: Model, tensors: dict[str, Tensor]) -> Any:
         None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
     )
     network.eval()
-    with torch.inference_mode():
-        network(torch.tensor([[0]]))  # some settings that make no sense are found out by running only
-    return TransformerBridge.boot_transformers(
+    bridge = TransformerBridge.boot_transformers(
         model.name, hf_model=network, tokenizer=_placeholder_tokenizer(), dtype=torch.float32, device="cpu"
     )
+    with torch.inference_mode():
+        bridge(torch.tensor([[0]]))  # some settings that make no sense are found out by running only
+    return bridge
 
 
 @contextmanager

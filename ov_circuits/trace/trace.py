@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary, why_no_bos
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Head, Layer, Model
 from ov_circuits.scores.directions import token_list
@@ -146,10 +147,11 @@ def trace(model: Model, prompt: str | Sequence[int], *, bos: bool | None = None)
     tokens = list(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else _ids(prompt)
     if not tokens:
         raise CircuitsError("the prompt is empty: give it at least one token")
-    bos_id = model.tokenizer.bos_id if model.has_tokenizer else model.source.checkpoint.config.get("bos_token_id")
+    config = model.source.checkpoint.config
+    bos_id = model.tokenizer.bos_id if model.has_tokenizer else bos_in_vocabulary(config.get("bos_token_id"), config)
     wanted = (isinstance(prompt, str) and bos_id is not None) if bos is None else bos
     if wanted and bos_id is None:
-        raise CircuitsError(f"{model.name} names no BOS token: run the prompt without one")
+        raise CircuitsError(f"{model.name} {why_no_bos(config)}: run the prompt without one")
     added = wanted and tokens[0] != bos_id
     if added:
         assert bos_id is not None

@@ -107,7 +107,7 @@ def test_hover_and_focus_tell_values(tab, pages):
     page = tab().open(pages())
     page.hover(".map-panel .cell >> nth=8")
     tip = page.inner_text(".tooltip")
-    assert "Head 1.2" in tip and "Eigenvalue copying, residual space" in tip and f"of {HEADS}" in tip
+    assert "Head 1.2" in tip and "Eigenvalue copying, vocabulary space" in tip and f"of {HEADS}" in tip
     page.mouse.move(1, 1)
     assert page.locator(".tooltip").is_hidden()
 
@@ -291,7 +291,7 @@ def test_a_source_token_is_decomposed_by_head(tab, pages):
     label = page.get_attribute(f".prompt .cell >> nth={best}", "aria-label")
     assert "from ·John, position 4" in label
     page.click("text=All tokens")
-    page.wait_for_selector(".prompt-columns .lead:has-text('summed over source tokens')")
+    page.wait_for_selector(".prompt-columns .lead:has-text('from its source tokens')")
 
 
 def test_head_that_is_not_finite_says_so(tab, tmp_path):
