@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ov_circuits.scores.composition import component_composition, composition, strongest_paths, subspace_overlap
     from ov_circuits.scores.copy_table import copy_table, disagreements
     from ov_circuits.scores.copying import ioi_copying, ioi_negative_copying, rank_copying
-    from ov_circuits.scores.directions import directions
+    from ov_circuits.scores.directions import directions, span
     from ov_circuits.scores.pairs import strongest_token_pairs
     from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
     from ov_circuits.scores.relations import relation_scores
@@ -54,6 +54,7 @@ _HOMES = {
     "disagreements": "scores.copy_table",
     "relation_scores": "scores.relations",
     "directions": "scores.directions",
+    "span": "scores.directions",
     "strongest_token_pairs": "scores.pairs",
     "qk_spectra": "scores.qk",
     "largest_query_key_pairs": "scores.qk",
@@ -89,6 +90,7 @@ __all__ = [
     "relation_scores",
     "scoreboard",
     "scores",
+    "span",
     "strongest_paths",
     "strongest_token_pairs",
     "subspace_overlap",

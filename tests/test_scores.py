@@ -12,7 +12,7 @@ import ov_circuits as ov
 from ov_circuits import CircuitsError
 from ov_circuits.scores import spectra
 from ov_circuits.scores.board import SCORES, all_scores
-from ov_circuits.scores.directions import directions, separable
+from ov_circuits.scores.directions import directions, inseparable_runs, separable
 
 
 def dense_scores(model, head):
@@ -192,6 +192,47 @@ def test_near_equal_singular_values_are_flagged():
     values = torch.tensor([10.0, 9.95, 5.0, 4.0, 3.98])
     assert separable(values).tolist() == [False, False, True, False, False]
     assert separable(torch.tensor([2.0])).tolist() == [True]
+
+
+def test_runs_of_near_equal_values_belong_together():
+    values = torch.tensor([10.0, 9.95, 5.0, 4.0, 3.98, 3.97, 1.0])
+    assert inseparable_runs(values) == [range(2), range(3, 6)]
+    assert inseparable_runs(torch.tensor([3.0, 3.0])) == [range(2)]
+    assert inseparable_runs(torch.tensor([3.0])) == []
+
+
+def test_a_span_does_not_depend_on_its_basis_and_is_that_of_a_dense_svd(stories260k):
+    model = ov.load(stories260k)
+    head = model.head("3.6")
+    U, _, Vh = torch.linalg.svd(head.W_V.double() @ head.W_O.double())
+    turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
+    frame = ov.span(head, [1, 2, 4], k=5)
+    for side, vocabulary, basis in (("read", model.W_E, U[:, [1, 2, 4]]), ("write", model.W_U.T, Vh[[1, 2, 4]].T)):
+        lengths = (vocabulary.double() @ (basis @ turn)).norm(dim=1)
+        rows = frame[frame["side"] == side]
+        assert rows["id"].tolist() == lengths.topk(5).indices.tolist()
+        assert rows["value"].tolist() == pytest.approx(lengths.topk(5).values.tolist(), rel=1e-5)
+        assert rows["share"].between(0, 1).all()
+    with pytest.raises(CircuitsError, match="pairs 0 to 7"):
+        ov.span(head, [8])
+
+
+def test_spectra_are_those_of_transformer_lens_factored_matrices(tiny_gpt2_char):
+    from transformer_lens import FactoredMatrix
+
+    model = ov.load(tiny_gpt2_char)
+    for head in model.heads():
+        theirs = FactoredMatrix(head.W_V, head.W_O)
+        full = model.W_E @ theirs @ model.W_U
+        for ours, right in ((head.ov, theirs), (head.full_ov, full)):
+            assert torch.allclose(ours.singular_values.float(), right.svd()[1], rtol=1e-4, atol=1e-4)
+            assert ours.frobenius_norm == pytest.approx(float(right.norm()), rel=1e-5)
+            values = right.eigenvalues
+            assert copying_of(ours.eigenvalues) == pytest.approx(copying_of(values), abs=1e-3)
+
+
+def copying_of(eigenvalues):
+    return float(eigenvalues.real.sum() / eigenvalues.abs().sum())
 
 
 def test_directions_without_embeddings_are_refused(gpt2_small_attention):

@@ -139,6 +139,55 @@ def reads(head: Head, k: int = 10, direction: int = 0) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["end", "side", "id", "token", "value"])
 
 
+def inseparable_runs(singular_values: Float[Tensor, " k"]) -> list[range]:
+    """Runs of pairs whose neighbouring singular values are nearly equal: within one, only the span means something."""
+    close = (singular_values[:-1] - singular_values[1:] <= SEPARABLE_GAP * singular_values[:-1]).tolist()
+    runs, start = [], 0
+    for index, joined in enumerate([*close, False]):
+        if not joined:
+            if index > start:
+                runs.append(range(start, index + 1))
+            start = index + 1
+    return runs
+
+
+def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
+    """The tokens that lie most in the span of several singular pairs: what can be said where single vectors cannot.
+
+    A token's place on the reading side is the length of W_E[t] projected onto the left vectors, on the writing side that of
+    W_U[:, t] onto the right vectors. It does not depend on how the span's basis is chosen, and has no sign.
+
+    Args:
+        head: whose W_V W_O.
+        pairs: which pairs, 0 for the largest singular value; :func:`inseparable_runs` finds runs that belong together.
+        k: tokens a side.
+
+    Returns:
+        Columns ``side`` (``read`` or ``write``), ``id``, ``token``, ``value`` (length of the projection), ``share`` (of the
+        token's own length).
+
+    Raises:
+        CircuitsError: no embeddings, or no such pairs.
+    """
+    model = head.model
+    if not model.has_embeddings:
+        raise CircuitsError(f"spans cannot be read through a vocabulary: {model.why_no_vocabulary}")
+    vectors = head.ov.singular_pairs()
+    chosen = sorted(set(pairs))
+    if not chosen or not (0 <= chosen[0] and chosen[-1] < vectors.S.shape[-1]):
+        raise CircuitsError(f"head {head.label} has singular pairs 0 to {vectors.S.shape[-1] - 1}, not {list(pairs)}")
+    records = []
+    for side, vocabulary, basis in (("read", model.W_E, vectors.U), ("write", model.W_U.mT, vectors.V)):
+        lengths = (vocabulary @ basis[:, chosen].float()).norm(dim=-1)
+        best = lengths.topk(min(k, lengths.numel()))
+        shares = best.values / vocabulary[best.indices].norm(dim=-1)
+        for token, value, share in zip(best.indices.tolist(), best.values.tolist(), shares.tolist(), strict=True):
+            records.append((side, token, token_text(model, token), value, share))
+    frame = pd.DataFrame(records, columns=["side", "id", "token", "value", "share"])
+    frame.attrs = {"model": model.name, "view": model.view, "head": head.label, "pairs": chosen}
+    return frame
+
+
 def token_id(model: Model, word: str | int) -> int:
     """The id of a one-token word (a leading space is part of it), or a checked id.
 
