@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -410,16 +411,18 @@ class Source:
             checkpoint.store, self.family, self.architecture, checkpoint.config, checkpoint.where
         )
         self._layers: OrderedDict[tuple[int, View], Layer] = OrderedDict()
+        self._lock = threading.Lock()
 
     def layer(self, index: int, view: View) -> Layer:
         """A layer in a view, from the cache of recent ones."""
         key = (index, view)
-        if key not in self._layers:
-            self._layers[key] = self._read_layer(index, view)
-            while len(self._layers) > _CACHED_LAYERS:
-                self._layers.popitem(last=False)
-        self._layers.move_to_end(key)
-        return self._layers[key]
+        with self._lock:  # layers are scored side by side
+            if key not in self._layers:
+                self._layers[key] = self._read_layer(index, view)
+                while len(self._layers) > _CACHED_LAYERS:
+                    self._layers.popitem(last=False)
+            self._layers.move_to_end(key)
+            return self._layers[key]
 
     def _read_layer(self, index: int, view: View) -> Layer:
         a = self.architecture

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pandas as pd
@@ -20,7 +20,7 @@ from torch import Tensor
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import LowRank, Sandwich
 from ov_circuits.linalg.nulls import Null, eigenvalue_copying_null
-from ov_circuits.linalg.threads import one_thread
+from ov_circuits.linalg.threads import side_by_side
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
@@ -254,11 +254,14 @@ def scoreboard(
     tokens = tokens if model.has_embeddings else 0
     draws = Draws(model, seed=seed) if nulls and by_layer else None
     parts, not_finite = [], []
-    with one_thread():
-        for index in track(range(model.n_layers), "Scoring heads"):
-            parts.append(_layer_frame(model, index, by_layer, tokens, draws))
-            finite = model.layer(index).finite_heads.tolist()
-            not_finite += [f"{index}.{head}" for head, ok in enumerate(finite) if not ok]
+    if any(score.needs_embeddings for score in by_layer):
+        _ = model.grams, model.W_E, model.W_U  # shared by all layers: made once, before they run side by side
+    layers = side_by_side(
+        partial(_layer_frame, model, chosen=by_layer, tokens=tokens, draws=draws), range(model.n_layers)
+    )
+    for frame_of_layer, finite in track(layers, "Scoring heads", total=model.n_layers):
+        parts.append(frame_of_layer)
+        not_finite += [head for head, ok in zip(frame_of_layer["head"], finite, strict=True) if not ok]
     frame = pd.concat(parts, ignore_index=True)
     left_out = _left_out(model) if scores is None or scores == "all" else {}
     if over_vocabulary:
@@ -299,7 +302,10 @@ def score_frame(key: str, model: Model, **options: Any) -> pd.DataFrame:
     return scoreboard(model, [key], tokens=0, **options)
 
 
-def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int, draws: Draws | None) -> pd.DataFrame:
+def _layer_frame(
+    model: Model, layer: int, chosen: Sequence[Score], tokens: int, draws: Draws | None
+) -> tuple[pd.DataFrame, list[bool]]:
+    """One layer's rows, and which of its heads are finite."""
     circuits = LayerCircuits(model, layer)
     a = model.architecture
     columns: dict[str, object] = {
@@ -331,7 +337,7 @@ def _layer_frame(model: Model, layer: int, chosen: Sequence[Score], tokens: int,
             columns[name] = [
                 token_list(model, row) if ok else [] for row, ok in zip(ids[:, 0].tolist(), finite, strict=True)
             ]
-    return pd.DataFrame(columns)
+    return pd.DataFrame(columns), finite.tolist()
 
 
 def _chosen(model: Model, names: Sequence[str] | str | None) -> tuple[list[Score], list[str]]:
