@@ -205,7 +205,7 @@ def report(
 ) -> None:
     """A page about every head: one file that works without a network."""
     from ov_circuits.report.payload import dashboard
-    from ov_circuits.scores.directions import token_id
+    from ov_circuits.words import token_id
 
     if output.suffix.lower() not in (".html", ".htm"):
         raise CircuitsError(f"cannot write {output}: a page's name ends in .html")
@@ -414,7 +414,7 @@ def attribute(
 ) -> None:
     """What every head adds to an answer's logit directly: an account that closes."""
     from ov_circuits.report.tables import check_suffix, to_json, write_frame
-    from ov_circuits.scores.directions import token_id
+    from ov_circuits.words import token_id
 
     name, prompt = _model_and("PROMPT", arguments)
     opened = _open(name, None, revision)

@@ -193,7 +193,8 @@ def print_pairs(frame: pd.DataFrame, model: Model) -> None:
 def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
     """What ``head`` knows, ready for JSON."""
     from ov_circuits.scores.board import SCORES, LayerCircuits
-    from ov_circuits.scores.directions import directions, token_list
+    from ov_circuits.scores.directions import directions
+    from ov_circuits.words import token_list
 
     model = head.model
     circuits = LayerCircuits(model, head.layer)

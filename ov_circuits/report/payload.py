@@ -26,9 +26,10 @@ from ov_circuits.model import Head, Model
 from ov_circuits.progress import track
 from ov_circuits.report.dashboard import Dashboard
 from ov_circuits.scores.board import SCORES, LayerCircuits, scoreboard
-from ov_circuits.scores.directions import Directions, Ends, directions, token_text
+from ov_circuits.scores.directions import Directions, Ends, directions
 from ov_circuits.trace.ledger import ledger
 from ov_circuits.trace.trace import Trace
+from ov_circuits.words import token_text
 
 _DIRECTIONS = 6
 _TOKENS = 8

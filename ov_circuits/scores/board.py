@@ -25,8 +25,9 @@ from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
 from ov_circuits.scores.chance import NULL_NOTES, Circuits, Draws, LayerDraws, NullKind
-from ov_circuits.scores.directions import directions, token_list
+from ov_circuits.scores.directions import directions
 from ov_circuits.scores.vocabulary import NULL_NOTE, VocabularyScore, vocabulary_columns, vocabulary_scores
+from ov_circuits.words import token_list
 
 
 class LayerCircuits:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Head, Model
+from ov_circuits.words import token_id, token_text
 
 # Neighbouring singular values closer than this, relative to the larger, leave single vectors undetermined.
 SEPARABLE_GAP = 1e-2
@@ -186,33 +187,6 @@ def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
     frame = pd.DataFrame(records, columns=["side", "id", "token", "value", "share"])
     frame.attrs = {"model": model.name, "view": model.view, "head": head.label, "pairs": chosen}
     return frame
-
-
-def token_id(model: Model, word: str | int) -> int:
-    """The id of a one-token word (a leading space is part of it), or a checked id.
-
-    Raises:
-        CircuitsError: a word that is not one token, text without a tokenizer, or an id outside the vocabulary.
-    """
-    if isinstance(word, str):
-        return model.tokenizer.single(word)
-    if isinstance(word, bool) or not hasattr(word, "__index__"):
-        raise CircuitsError(f"{word!r} is no token: give a word or a token id")
-    if not 0 <= word < model.architecture.n_vocab:
-        raise CircuitsError(
-            f"token id {word} is outside the vocabulary of {model.name} (0 to {model.architecture.n_vocab - 1})"
-        )
-    return word
-
-
-def token_text(model: Model, token: int) -> str:
-    """A token's text, or its id where the checkpoint has no tokenizer."""
-    return model.tokenizer.text(token) if model.has_tokenizer else f"⟨id {token}⟩"
-
-
-def token_list(model: Model, ids: Sequence[int]) -> list[str]:
-    """Texts of several tokens."""
-    return [token_text(model, token) for token in ids]
 
 
 def _ends_frame(model: Model, row: Tensor, k: int, names: tuple[str, str], source: int) -> pd.DataFrame:

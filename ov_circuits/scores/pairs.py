@@ -13,7 +13,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import Entries
 from ov_circuits.linalg.top_entries import top_entries
 from ov_circuits.model import Head, Model
-from ov_circuits.scores.directions import token_list
+from ov_circuits.words import token_list
 
 
 def strongest_token_pairs(model: Model, head: str | Head, k: int = 20) -> pd.DataFrame:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
-from ov_circuits.scores.directions import token_id, token_text
 from ov_circuits.trace.trace import unbiased_values, value_bias_writes
+from ov_circuits.words import token_id, token_text
 
 if TYPE_CHECKING:
     from ov_circuits.trace.trace import Trace

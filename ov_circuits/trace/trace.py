@@ -22,8 +22,8 @@ from torch import Tensor
 from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary, why_no_bos
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Head, Layer, Model
-from ov_circuits.scores.directions import token_list
 from ov_circuits.trace.engines import LayerRecord, Record, check_tokens, record
+from ov_circuits.words import token_list
 
 if TYPE_CHECKING:
     import pandas as pd

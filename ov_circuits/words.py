@@ -1,0 +1,35 @@
+"""A model's tokens as words and words as tokens: what both scores and traces need of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ov_circuits.errors import CircuitsError
+from ov_circuits.model import Model
+
+
+def token_id(model: Model, word: str | int) -> int:
+    """The id of a one-token word (a leading space is part of it), or a checked id.
+
+    Raises:
+        CircuitsError: a word that is not one token, text without a tokenizer, or an id outside the vocabulary.
+    """
+    if isinstance(word, str):
+        return model.tokenizer.single(word)
+    if isinstance(word, bool) or not hasattr(word, "__index__"):
+        raise CircuitsError(f"{word!r} is no token: give a word or a token id")
+    if not 0 <= word < model.architecture.n_vocab:
+        raise CircuitsError(
+            f"token id {word} is outside the vocabulary of {model.name} (0 to {model.architecture.n_vocab - 1})"
+        )
+    return word
+
+
+def token_text(model: Model, token: int) -> str:
+    """A token's text, or its id where the checkpoint has no tokenizer."""
+    return model.tokenizer.text(token) if model.has_tokenizer else f"⟨id {token}⟩"
+
+
+def token_list(model: Model, ids: Sequence[int]) -> list[str]:
+    """Texts of several tokens."""
+    return [token_text(model, token) for token in ids]
