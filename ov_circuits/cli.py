@@ -40,6 +40,8 @@ from ov_circuits.terminal import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ov_circuits.model import Model
 
 # The names of the model that comes with the package.
@@ -263,7 +265,7 @@ def heads(
     as_json: JsonOption = False,
 ) -> None:
     """The scoreboard: one row a head, from the weights alone."""
-    from ov_circuits.report.tables import check_suffix, to_json, write_frame
+    from ov_circuits.report.tables import to_json
     from ov_circuits.scores.board import scoreboard
 
     opened = _open(model, view, revision)
@@ -274,13 +276,10 @@ def heads(
     sort = None if sort is None else sort_column(sort, opened)
     if names is not None and sort is not None and sort.removesuffix("_z") not in names:
         names.append(sort.removesuffix("_z"))
-    if output is not None:
-        check_suffix(output)
-    with _target(output, opened) as file:
+    with _table(output, opened) as write:
         frame = sort_heads(scoreboard(opened, "all" if every else names, nulls=nulls, source=source), sort, ascending)
         frame = frame if top is None else frame.head(top)
-        if file is not None:
-            write_frame(frame, file)
+        write(frame)
     if as_json:
         print(to_json(frame))
     elif output is None:
@@ -326,16 +325,13 @@ def paths(
     as_json: JsonOption = False,
 ) -> None:
     """Composition: which later heads read what an earlier head writes. A file gets every pair, the screen the strongest."""
-    from ov_circuits.report.tables import check_suffix, to_json, write_frame
+    from ov_circuits.report.tables import to_json
     from ov_circuits.scores.composition import composition, strongest
 
     opened = _open(model, view, revision)
-    if output is not None:
-        check_suffix(output)
-    with _target(output, opened) as file:
+    with _table(output, opened) as write:
         frame = composition(opened, kind)
-        if file is not None:
-            write_frame(frame, file)
+        write(frame)
     if as_json:
         print(to_json(strongest(frame, top)))
     elif output is None:
@@ -364,7 +360,7 @@ def pairs(
     as_json: JsonOption = False,
 ) -> None:
     """The strongest token pairs of a head, exact over the whole vocabulary: what it writes for what, or attends to from what."""
-    from ov_circuits.report.tables import check_suffix, to_json, write_frame
+    from ov_circuits.report.tables import to_json
     from ov_circuits.scores.pairs import strongest_token_pairs
     from ov_circuits.scores.qk import largest_query_key_pairs
 
@@ -372,15 +368,12 @@ def pairs(
         raise CircuitsError(f"there is no circuit {circuit!r}: choose ov (token to output) or qk (query to key)")
     name, label = _model_and("HEAD", arguments)
     opened = _open(name, view, revision)
-    if output is not None:
-        check_suffix(output)
-    with _target(output, opened) as file:
+    with _table(output, opened) as write:
         if circuit == "ov":
             frame = strongest_token_pairs(opened, label, top)
         else:
             frame = largest_query_key_pairs(opened, label, top, offset)
-        if file is not None:
-            write_frame(frame, file)
+        write(frame)
     if as_json:
         print(to_json(frame))
     elif output is None:
@@ -413,7 +406,7 @@ def attribute(
     as_json: JsonOption = False,
 ) -> None:
     """What every head adds to an answer's logit directly: an account that closes."""
-    from ov_circuits.report.tables import check_suffix, to_json, write_frame
+    from ov_circuits.report.tables import to_json
     from ov_circuits.words import token_id
 
     name, prompt = _model_and("PROMPT", arguments)
@@ -421,15 +414,12 @@ def attribute(
     # Before the model is built and run.
     chosen, other = (None if word is None else token_id(opened, _word(word, ids)) for word in (answer, against))
     assert chosen is not None
-    if output is not None:
-        check_suffix(output)
-    with _target(output, opened) as file:
+    with _table(output, opened) as write:
         note("running the prompt")
         trace = opened.trace(_prompt(prompt, ids), bos=bos)
         frame = trace.ledger(chosen, other)
         frame.attrs["tokens"] = list(trace.texts)
-        if file is not None:
-            write_frame(frame, file)
+        write(frame)
     if as_json:
         print(to_json(frame))
     else:
@@ -618,6 +608,22 @@ def _target(output: Path | None, model: Model) -> Iterator[Path | None]:
         raise CircuitsError(f"cannot write {output}: it is a file of the checkpoint itself; choose another name")
     with atomic_path(output) as temporary:
         yield temporary
+
+
+@contextmanager
+def _table(output: Path | None, model: Model) -> Iterator[Callable[[pd.DataFrame], None]]:
+    """What writes a command's frame to ``output``, or does nothing without one. Opened, and its format known, before the work."""
+    from ov_circuits.report.tables import check_suffix, write_frame
+
+    if output is not None:
+        check_suffix(output)
+    with _target(output, model) as file:
+
+        def write(frame: pd.DataFrame) -> None:
+            if file is not None:
+                write_frame(frame, file)
+
+        yield write
 
 
 # -- libraries --------------------------------------------------------------------------------------------------------
