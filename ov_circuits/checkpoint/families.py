@@ -41,6 +41,8 @@ class Architecture:
     rope_theta: float | None = None
     scale_by_layer: bool = False
     scale_scores: bool = True
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     @property
     def group_size(self) -> int:
@@ -95,7 +97,12 @@ class Family:
         activation: the config's key for f, and what it is where the config does not say.
         embed, unembed, positions: embedding tensors' names; ``positions`` is None without learned positions.
         norms: names of the attention's and the MLP's reading norm (with ``{layer}``), and of the final one.
+        block, attention, mlp_module: where a running transformers model keeps a layer, its attention (whose second output
+            is the pattern) and its MLP (whose output is what it adds), by module name. The output projection's module is
+            the one that ``projections["O"]`` names.
         shapes: all tensors of the model with the shapes that the config implies, by group.
+        attention_post_norm, mlp_post_norm: norms that the attention's and the MLP's output pass before they are added to
+            the stream (Gemma 2, OLMo 2); None where there are none.
     """
 
     name: str
@@ -110,7 +117,12 @@ class Family:
     attention_norm: str
     mlp_norm: str
     final_norm: str
+    block: str
+    attention: str
+    mlp_module: str
     shapes: Callable[[Architecture, Mapping[str, Any]], Shapes]
+    attention_post_norm: str | None = None
+    mlp_post_norm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +213,9 @@ GPT2 = Family(
     attention_norm="h.{layer}.ln_1",
     mlp_norm="h.{layer}.ln_2",
     final_norm="ln_f",
+    block="h.{layer}",
+    attention="h.{layer}.attn",
+    mlp_module="h.{layer}.mlp",
     shapes=_gpt2_shapes,
 )
 
@@ -297,6 +312,9 @@ LLAMA = Family(
     attention_norm="layers.{layer}.input_layernorm",
     mlp_norm="layers.{layer}.post_attention_layernorm",
     final_norm="norm",
+    block="layers.{layer}",
+    attention="layers.{layer}.self_attn",
+    mlp_module="layers.{layer}.mlp",
     shapes=_llama_shapes,
 )
 
