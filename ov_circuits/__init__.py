@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ov_circuits.scores.pairs import strongest_token_pairs
     from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
     from ov_circuits.scores.relations import relation_scores
-    from ov_circuits.trace.trace import Trace
+    from ov_circuits.trace.trace import Trace, open_trace
 
 _HOMES = {
     "load": "model",
@@ -42,6 +42,7 @@ _HOMES = {
     "Head": "model",
     "LowRank": "linalg.lowrank",
     "Trace": "trace.trace",
+    "open_trace": "trace.trace",
     "scoreboard": "scores.board",
     "composition": "scores.composition",
     "strongest_paths": "scores.composition",
@@ -84,6 +85,7 @@ __all__ = [
     "largest_query_key_pairs",
     "load",
     "offset_profile",
+    "open_trace",
     "position_pattern",
     "qk_spectra",
     "rank_copying",

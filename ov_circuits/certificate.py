@@ -29,7 +29,7 @@ from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Layer, Model
-from ov_circuits.trace.engines import bridge_of
+from ov_circuits.trace.engines import network_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -183,7 +183,7 @@ def _why_no_pattern(trace: Trace) -> str | None:
 
 def _window(trace: Trace) -> int | None:
     """How many of the latest positions a query sees, itself included, as the model that ran has it; None for all."""
-    config = bridge_of(trace.model).original_model.config
+    config = network_of(trace.model).config
     # In a Llama's config the key is a leftover that transformers does not look at.
     return config.sliding_window if config.model_type == "mistral" else None
 

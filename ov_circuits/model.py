@@ -10,15 +10,16 @@ where W_O[i] is the i-th block of d_head *rows* of the (in, out) matrix. All hea
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from einops import rearrange, repeat
@@ -34,6 +35,7 @@ from ov_circuits.checkpoint.families import (
     family_of,
 )
 from ov_circuits.checkpoint.locate import Checkpoint
+from ov_circuits.checkpoint.mlp import Norm
 from ov_circuits.checkpoint.stores import ReadOnce, TensorStore
 from ov_circuits.checkpoint.tokenizer import MissingTokenizer, Tokenizer
 from ov_circuits.errors import CircuitsError
@@ -182,8 +184,8 @@ class Model:
         if missing:
             more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
             return f"the checkpoint lacks {missing[0]}{more}"
-        if not self.architecture.scale_scores:
-            return "its config says scale_attn_weights = false, which TransformerLens ignores when it runs a model"
+        if self._source.from_bridge and not self.architecture.scale_scores:
+            return "its config says scale_attn_weights = false, which a TransformerBridge ignores when it runs"
         return self._source.checkpoint.cannot_run
 
     def in_view(self, view: str) -> Model:
@@ -295,8 +297,16 @@ class Model:
 
     # -- the next rooms -------------------------------------------------------------------------------------------------
 
-    def trace(self, prompt: Any, *, bos: bool | None = None) -> Trace:
-        """Run the model on a prompt; see :func:`ov_circuits.trace.trace.trace`."""
+    @overload
+    def trace(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and comes first
+        self, prompt: str | Sequence[int] | Tensor, *, bos: bool | None = None
+    ) -> Trace: ...
+
+    @overload
+    def trace(self, prompt: Sequence[str] | Sequence[Sequence[int]], *, bos: bool | None = None) -> list[Trace]: ...
+
+    def trace(self, prompt: Any, *, bos: bool | None = None) -> Trace | list[Trace]:
+        """Run the model on a prompt, or on several; see :func:`ov_circuits.trace.trace.trace`."""
         from ov_circuits.trace.trace import trace
 
         return trace(self, prompt, bos=bos)
@@ -401,7 +411,9 @@ class Source:
 
     def __init__(self, checkpoint: Checkpoint, *, bridge: Any = None) -> None:
         self.checkpoint = checkpoint
-        self.bridge = bridge  # the user's own, or made by trace.engines when a prompt is first run
+        # The user's own transformers model, or the one that trace.engines makes when a prompt is first run.
+        self.network = None if bridge is None else bridge.original_model
+        self.from_bridge = bridge is not None
         self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
         self.family: Family = family_of(checkpoint.config, checkpoint.where)
         self.architecture: Architecture = self.family.architecture(checkpoint.config)
@@ -457,6 +469,24 @@ class Source:
             score_scale=a.score_scale(index),
         )
 
+    def attention_norm(self, layer: int) -> Norm:
+        """The norm that a layer's attention reads through."""
+        return self._as_it_runs(self.family.attention_norm.format(layer=layer))
+
+    def attention_post_norm(self, layer: int) -> Norm | None:
+        """The norm that a layer's attention output passes before it is added to the stream, where there is one."""
+        name = self.family.attention_post_norm
+        return None if name is None else self._as_it_runs(name.format(layer=layer))
+
+    @property
+    def final_norm(self) -> Norm:
+        """The norm before the unembedding."""
+        return Norm(self.architecture.norm, self.final_gain, self.final_bias, self.architecture.norm_eps)
+
+    def _as_it_runs(self, name: str) -> Norm:
+        gain, bias = self._norm(name)
+        return Norm(self.architecture.norm, gain, bias, self.architecture.norm_eps)
+
     def _norm(self, name: str) -> tuple[Tensor, Tensor | None]:
         """A norm's gain and, where it has one, its bias."""
         bias = f"{name}.bias"
@@ -490,6 +520,22 @@ class Source:
     def unembedding(self) -> Tensor:
         """W_U [d_model, n_vocab] as stored; with tied weights, the embedding transposed."""
         return self.embedding.mT if self.tied else self._need(f"{self.family.unembed}.weight").mT
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this checkpoint from others: a digest of its numbers, its tensors' shapes and a sample of their values."""
+        digest = hashlib.sha256(repr(self.architecture).encode())
+        for name in sorted(self.store.names()):
+            digest.update(f"{name} {self.store.shape(name)}".encode())
+        for layer in sorted({0, self.architecture.n_layers - 1}):
+            digest.update(self.layer(layer, "raw").W_O[0].contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def unembedding_bias(self) -> Tensor | None:
+        """b_U [n_vocab] as stored, where the unembedding has one."""
+        name = f"{self.family.unembed}.bias"
+        return self.store.read(name) if name in self.store else None
 
     @cached_property
     def tied(self) -> bool:

@@ -178,18 +178,6 @@ def running_folder(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue("models_dir") / request.param
 
 
-# TransformerLens ignores this variant's scale_attn_weights = false, so its traces are refused.
-_UNTRACEABLE = "gpt2-unscaled"
-
-
-@pytest.fixture(scope="session", params=[*RUNNABLE_MODELS, *(name for name in TINY_MODELS if name != _UNTRACEABLE)])
-def traceable_folder(request: pytest.FixtureRequest) -> Path:
-    """Each checkpoint that can be traced, real or tiny random (read only)."""
-    if request.param in TINY_MODELS:
-        return request.getfixturevalue("tiny_folders")(request.param)
-    return request.getfixturevalue("models_dir") / request.param
-
-
 # -- an independent reference -----------------------------------------------------------------------------------------
 
 

@@ -293,11 +293,11 @@ def test_split_takes_some_layers(stories260k, tmp_path):
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_passes_on_every_checkpoint(traceable_folder):
-    certificate = run_json("verify", traceable_folder)
+def test_verify_passes_on_every_checkpoint(running_folder):
+    certificate = run_json("verify", running_folder)
     assert certificate["passed"] is True
     assert all(check["passed"] is True for check in certificate["checks"])
-    assert "5 of 5 checks passed" in run("verify", traceable_folder).stdout
+    assert "5 of 5 checks passed" in run("verify", running_folder).stdout
 
 
 def test_verify_of_attention_weights_alone_lists_what_was_not_checked(gpt2_small_attention):

@@ -26,10 +26,10 @@ def accounts():
     return get
 
 
-def test_every_position_of_a_prompt_closes_on_the_logits_of_transformers(traceable_folder, accounts):
-    _, trace, _ = accounts(traceable_folder)
+def test_every_position_of_a_prompt_closes_on_the_logits_of_transformers(running_folder, accounts):
+    _, trace, _ = accounts(running_folder)
     with torch.no_grad():
-        logits = hf_model(traceable_folder)(torch.tensor([trace.tokens])).logits[0].double()
+        logits = hf_model(running_folder)(torch.tensor([trace.tokens])).logits[0].double()
     scale = float(logits.abs().max())
     for position in range(len(trace)):
         answer, against = logits[position].topk(2).indices.tolist()
@@ -41,10 +41,10 @@ def test_every_position_of_a_prompt_closes_on_the_logits_of_transformers(traceab
         assert difference.attrs["residual"] == pytest.approx(difference.attrs["logit"] - difference["value"].sum())
 
 
-def test_entries_are_the_gradient_of_the_frozen_scale_logit_times_the_write(traceable_folder, accounts, reference):
+def test_entries_are_the_gradient_of_the_frozen_scale_logit_times_the_write(running_folder, accounts, reference):
     """Autograd as an oracle: the scale of the final norm is held, everything else is differentiated."""
-    model, trace, account = accounts(traceable_folder)
-    ref = reference(traceable_folder)
+    model, trace, account = accounts(running_folder)
+    ref = reference(running_folder)
     gain, beta = ref.final_norm()
     column = ref.W_U[:, account.attrs["answer"]] - ref.W_U[:, account.attrs["against"]]
     stream = trace.record.final[-1].double().clone().requires_grad_(True)
@@ -59,9 +59,9 @@ def test_entries_are_the_gradient_of_the_frozen_scale_logit_times_the_write(trac
             assert abs(heads[head.label, source] - expected) <= 1e-5 * size
 
 
-def test_value_biases_and_b_O_have_rows_of_their_own(traceable_folder, accounts, reference):
-    model, _, account = accounts(traceable_folder)
-    ref = reference(traceable_folder)
+def test_value_biases_and_b_O_have_rows_of_their_own(running_folder, accounts, reference):
+    model, _, account = accounts(running_folder)
+    ref = reference(running_folder)
     has_bias = ref.bias(0, "V") is not None
     counts = account["kind"].value_counts()
     assert counts.get("value_bias", 0) == (model.n_layers * model.n_heads if has_bias else 0)
@@ -167,3 +167,103 @@ def test_heads_attributions_are_transformer_lens_heads_at_its_scale_through_the_
     column = ref.W_U[:, account.attrs["answer"]] - ref.W_U[:, account.attrs["against"]]
     theirs = heads.double().reshape(-1, ref.d_model) * ref.final_norm()[0] @ column
     assert (with_value_bias(account) - theirs).abs().max() <= 1e-4 * account["value"].abs().max()
+
+
+# -- other quantities -----------------------------------------------------------------------------------------------------
+
+
+def test_a_weighting_is_the_weighted_sum_of_logits(running_folder, accounts):
+    _, trace, _ = accounts(running_folder)
+    probabilities = trace.logits[-1].double().softmax(-1)
+    tokens = probabilities.topk(3).indices.tolist()
+    weights = {token: float(probabilities[token]) for token in tokens}
+    account = trace.ledger(weights)
+    expected = sum(weight * float(trace.logits[-1, token]) for token, weight in weights.items())
+    assert account["value"].sum() == pytest.approx(expected, abs=1e-4 * float(trace.logits.abs().max()))
+    entries = sum(weight * trace.ledger(token)["value"] for token, weight in weights.items())
+    assert (account["value"] - entries).abs().max() <= 1e-9 * account["value"].abs().max()
+
+
+def test_an_unembeddings_column_as_a_direction_gives_the_logits_account(running_folder, accounts, reference):
+    _, trace, _ = accounts(running_folder)
+    column = reference(running_folder).W_U[:, 2]
+    by_direction, by_token = trace.ledger(column), trace.ledger(2)
+    assert (by_direction["value"] - by_token["value"]).abs().max() <= 1e-9 * by_token["value"].abs().max()
+    assert by_direction.attrs["logit"] == pytest.approx(by_token.attrs["logit"], abs=1e-4)
+
+
+def test_the_stream_before_every_layer_is_accounted_for(running_folder, accounts):
+    model, trace, _ = accounts(running_folder)
+    direction = torch.randn(model.architecture.d_model, generator=torch.Generator().manual_seed(0))
+    network, seen = hf_model(running_folder), {}
+    with torch.no_grad():
+        states = network(torch.tensor([trace.tokens]), output_hidden_states=True).hidden_states
+    for layer in range(model.n_layers):  # transformers' last hidden state is normalised
+        seen[layer] = float(states[layer][0, -2].double() @ direction.double())
+    for layer, expected in seen.items():
+        account = trace.stream_ledger(layer, direction, position=-2)
+        size = float(states[layer][0, -2].norm() * direction.norm())
+        assert abs(account["value"].sum() - expected) <= 1e-5 * size
+        assert account["layer"].dropna().max() == layer - 1 if layer else account["layer"].isna().all()
+    assert abs(trace.stream_ledger(model.n_layers, direction).attrs["residual"]) <= 1e-4
+
+
+def test_an_account_into_a_query_or_a_key_closes_on_the_attention_score(running_folder, accounts, reference):
+    """Differences of scores of one query are differences of log attention, whatever is in the softmax's denominator."""
+    model, trace, _ = accounts(running_folder)
+    layer, t = model.n_layers - 1, len(trace) - 2
+    for index in range(model.n_heads):
+        head = f"{layer}.{index}"
+        logs = trace.pattern(head)[t].double().log()
+        for side in ("Q", "K"):
+            first, second = (trace.ledger_into(head, side, source=s, destination=t) for s in (1, 4))
+            size = max(first["value"].abs().sum(), second["value"].abs().sum())
+            assert abs(first["value"].sum() - second["value"].sum() - float(logs[1] - logs[4])) <= 1e-5 * size + 1e-4
+            assert abs(first.attrs["residual"]) <= 1e-5 * size
+
+
+def test_the_entry_of_a_component_into_a_query_is_the_gradient_of_the_score(tiny_gpt2_char, accounts, reference):
+    model, trace, _ = accounts(tiny_gpt2_char)
+    ref, t, s = reference(tiny_gpt2_char), len(trace) - 1, 2
+    gain, beta = ref.norm(1)
+    x = trace.record.layers[1].attention_input.double()
+    key = x[s] @ ref.reader(1, "K", 0) + ref.bias(1, "K", 0)
+    stream = trace.record.layers[1].stream[t].double().clone().requires_grad_(True)
+    centred = stream - stream.mean()
+    scale = (centred.square().mean() + ref.config["layer_norm_epsilon"]).sqrt().detach()
+    query = (centred / scale * gain + beta) @ ref.reader(1, "Q", 0) + ref.bias(1, "Q", 0)
+    (query @ key / ref.d_head**0.5).backward()
+    account = trace.ledger_into("1.0", "Q", source=s, destination=t)
+    entries = account[account["kind"] == "value_path"].set_index(["head", "source"])["value"]
+    for index in range(model.n_heads):
+        expected = trace.head_writes(f"0.{index}")[:, t].double() @ stream.grad
+        for source in range(t + 1):
+            assert abs(entries[f"0.{index}", source] - float(expected[source])) <= 1e-5 * account["value"].abs().max()
+    assert not (account["layer"] == 1).any()
+
+
+def test_an_account_into_a_value_sums_to_the_heads_entry_in_the_ledger(running_folder, accounts):
+    model, trace, account = accounts(running_folder)
+    layer = model.n_layers - 1
+    entries = account[account["kind"] == "value_path"].set_index(["head", "source"])["value"]
+    for index in range(model.n_heads):
+        head = f"{layer}.{index}"
+        into = trace.ledger_into(head, "V", source=1, answer=account.attrs["answer"], against=account.attrs["against"])
+        size = into["value"].abs().sum()
+        assert abs(into["value"].sum() - entries[head, 1]) <= 1e-5 * size
+        own = trace.ledger_into(head, "V", source=1)
+        assert own["value"].sum() == pytest.approx(float(trace.head_writes(head)[1, -1].norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda t: t.ledger({}), "empty weighting"),
+    (lambda t: t.ledger({3: 1.0}, 4), "goes with one word"),
+    (lambda t: t.ledger(torch.ones(3)), r"real tensor \[64\]"),
+    (lambda t: t.ledger(torch.full((64,), float("nan"))), "NaN"),
+    (lambda t: t.ledger_into("1.0", "X", source=0), "choose Q, K or V"),
+    (lambda t: t.ledger_into("1.0", "Q", source=2, destination=1), "comes after it"),
+    (lambda t: t.stream_ledger(9, torch.ones(64)), "0 to 5"),
+])  # fmt: skip
+def test_faulty_questions_are_said_in_a_sentence(stories260k, call, message):
+    with pytest.raises(CircuitsError, match=message):
+        call(ov.load(stories260k).trace([1, 5, 9]))

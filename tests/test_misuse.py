@@ -131,7 +131,7 @@ def unchecked():
         [0.7, 1.9],
         torch.tensor([1.7]),
         [True, False],
-        ["12"],
+        ["12", 3],
         bytearray(b"!"),
         {3, 1},
         {1: 2},

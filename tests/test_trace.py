@@ -1,10 +1,11 @@
-"""A trace against transformers itself: patterns, values and writes from forward hooks, not from the bridge it was recorded with."""
+"""A trace against transformers itself: patterns, values and writes from forward hooks of the test's own."""
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 import torch
-from conftest import hf_model
+from conftest import hf_model, transformer_bridge
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
@@ -48,15 +49,15 @@ def run_transformers(folder, tokens):
     return {"patterns": [a[0] for a in result.attentions], "fed": fed, "wrote": wrote, "logits": result.logits[0]}
 
 
-def test_patterns_and_logits_are_those_of_transformers(traceable_folder, traced, assert_close):
-    model, trace, theirs = traced(traceable_folder)
+def test_patterns_and_logits_are_those_of_transformers(running_folder, traced, assert_close):
+    model, trace, theirs = traced(running_folder)
     for head in model.heads():
         assert_close(trace.pattern(head), theirs["patterns"][head.layer][head.index], 1e-5)
     assert_close(trace.logits, theirs["logits"], 1e-5)
 
 
-def test_heads_writes_and_b_O_add_up_to_transformers_attention_output(traceable_folder, traced):
-    model, trace, theirs = traced(traceable_folder)
+def test_heads_writes_and_b_O_add_up_to_transformers_attention_output(running_folder, traced):
+    model, trace, theirs = traced(running_folder)
     for layer in range(model.n_layers):
         total = sum(trace.write(f"{layer}.{h}").double() for h in range(model.n_heads))
         b_O = model.in_view("raw").layer(layer).b_O
@@ -67,18 +68,18 @@ def test_heads_writes_and_b_O_add_up_to_transformers_attention_output(traceable_
 
 
 def test_a_write_is_the_heads_slots_of_the_projections_input_through_its_block(
-    traceable_folder, traced, reference, assert_close
+    running_folder, traced, reference, assert_close
 ):
-    model, trace, theirs = traced(traceable_folder)
-    ref = reference(traceable_folder)
+    model, trace, theirs = traced(running_folder)
+    ref = reference(running_folder)
     for head in model.heads():
         slots = [head.index * ref.d_head + i for i in range(ref.d_head)]
         z = theirs["fed"][head.layer][:, slots].double()
         assert_close(trace.write(head), z @ ref.W_O(head.layer, head.index), 1e-5)
 
 
-def test_source_writes_and_the_value_bias_add_up_to_the_write(traceable_folder, traced, assert_close):
-    model, trace, _ = traced(traceable_folder)
+def test_source_writes_and_the_value_bias_add_up_to_the_write(running_folder, traced, assert_close):
+    model, trace, _ = traced(running_folder)
     for head in model.heads():
         parts = trace.head_writes(head)
         assert parts.shape == (len(trace), len(trace), model.architecture.d_model)
@@ -86,10 +87,10 @@ def test_source_writes_and_the_value_bias_add_up_to_the_write(traceable_folder, 
 
 
 def test_a_source_write_is_attention_times_that_sources_value_without_its_bias(
-    traceable_folder, traced, reference, assert_close
+    running_folder, traced, reference, assert_close
 ):
-    model, trace, theirs = traced(traceable_folder)
-    ref = reference(traceable_folder)
+    model, trace, theirs = traced(running_folder)
+    ref = reference(running_folder)
     for head in model.heads():
         kv = ref.kv_head(head.index)
         x = trace.record.layers[head.layer].attention_input.double()
@@ -100,18 +101,18 @@ def test_a_source_write_is_attention_times_that_sources_value_without_its_bias(
 
 
 def test_the_value_bias_is_written_at_every_position_whatever_is_attended(
-    traceable_folder, traced, reference, assert_close
+    running_folder, traced, reference, assert_close
 ):
-    model, trace, _ = traced(traceable_folder)
-    ref = reference(traceable_folder)
+    model, trace, _ = traced(running_folder)
+    ref = reference(running_folder)
     for head in model.heads():
         bias = ref.bias(head.layer, "V", ref.kv_head(head.index))
         constant = torch.zeros(ref.d_model) if bias is None else bias @ ref.W_O(head.layer, head.index)
         assert_close(trace.value_bias_write(head), constant.expand(len(trace), -1), 1e-5)
 
 
-def test_norms_for_all_heads_are_those_of_the_writes(traceable_folder, traced, assert_close):
-    model, trace, _ = traced(traceable_folder)
+def test_norms_for_all_heads_are_those_of_the_writes(running_folder, traced, assert_close):
+    model, trace, _ = traced(running_folder)
     norms, weighted = trace.write_norms(), trace.value_weighted_patterns()
     for head in model.heads():
         assert_close(norms[head.layer, head.index], trace.write(head).norm(dim=-1), 1e-5)
@@ -185,9 +186,95 @@ def test_text_without_a_tokenizer_is_refused(gpt_nano_sort):
         ov.load(gpt_nano_sort).trace("ABC")
 
 
-def test_a_config_that_transformer_lens_ignores_is_refused_not_run_as_another_model(tiny_folders):
+def test_a_bridge_whose_config_it_ignores_is_refused_not_run_as_another_model(tiny_folders):
     with pytest.raises(CircuitsError, match="scale_attn_weights"):
-        ov.load(tiny_folders("gpt2-unscaled")).trace([1, 2])
+        ov.load(transformer_bridge(tiny_folders("gpt2-unscaled"))).trace([1, 2])
+
+
+# -- several prompts ------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_side_by_side_give_what_each_gives_alone(running_folder, assert_close):
+    model = ov.load(running_folder)
+    # In float64, so that what the shape of a batch does to float32 sums cannot hide what padding might do.
+    model.source.network = hf_model(running_folder, attn_implementation="eager").double()
+    prompts = [prompt_for(model, length) for length in (9, 2, 5, 1)]
+    together = model.trace(prompts)
+    assert [len(trace) for trace in together] == [9, 2, 5, 1]
+    for prompt, trace in zip(prompts, together, strict=True):
+        alone = model.trace(prompt)
+        assert trace.tokens == alone.tokens
+        assert_close(trace.logits, alone.logits, 1e-6)
+        for head in model.heads():
+            assert_close(trace.pattern(head), alone.pattern(head), 1e-6)
+            assert_close(trace.write(head), alone.write(head), 1e-6)
+            assert_close(trace.values(head), alone.values(head), 1e-6)
+
+
+def test_more_prompts_than_a_batch_holds_come_back_in_order(gpt_nano_sort, monkeypatch):
+    from ov_circuits.trace import engines
+
+    monkeypatch.setattr(engines, "_BATCH_TOKENS", 8)
+    prompts = [[0, 1], [2], [1, 1, 2], [0] * 11, [2, 2]]
+    traces = ov.load(gpt_nano_sort).trace(prompts)
+    assert [list(trace.tokens) for trace in traces] == prompts
+
+
+def test_texts_side_by_side_each_get_their_bos(stories260k):
+    first, second = ov.load(stories260k).trace(["Once upon", "The dog"])
+    assert first.bos_added and second.bos_added and first.tokens[0] == second.tokens[0] == 1
+
+
+@pytest.mark.parametrize(("prompts", "message"), [
+    ([[1, 2], []], "empty"),
+    ([[1], [9999]], "9999"),
+    (["Once", [1, 2.5]], "whole numbers"),
+])  # fmt: skip
+def test_one_faulty_prompt_of_several_is_said(stories260k, prompts, message):
+    with pytest.raises(CircuitsError, match=message):
+        ov.load(stories260k).trace(prompts)
+
+
+def test_a_network_is_left_as_it_was(stories260k, bridge_of):
+    bridge = transformer_bridge(stories260k)
+    network = bridge.original_model
+    network.train()
+    network.set_attn_implementation("sdpa")
+    ov.load(bridge).trace([1, 5, 9])
+    assert network.training and all(module.training for module in network.modules())
+    assert network.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in _plain(network))
+
+
+def _plain(network):
+    """Modules that are no hook points of TransformerLens."""
+    return [module for module in network.modules() if not type(module).__module__.startswith("transformer_lens")]
+
+
+# -- files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_trace_opens_as_it_was(running_folder, assert_close, tmp_path):
+    model = ov.load(running_folder)
+    trace = model.trace(prompt_for(model))
+    trace.save(tmp_path / "trace.safetensors")
+    again = ov.open_trace(tmp_path / "trace.safetensors", ov.load(running_folder))
+    assert (again.tokens, again.texts, again.bos_added) == (trace.tokens, trace.texts, trace.bos_added)
+    assert torch.equal(again.logits, trace.logits)
+    pd.testing.assert_frame_equal(again.ledger(1, 2), trace.ledger(1, 2), rtol=1e-9)
+    assert_close(again.head_writes("1.0"), trace.head_writes("1.0"), 1e-6)
+
+
+def test_a_trace_of_another_checkpoint_is_refused(stories260k, tiny_gpt2_char, tiny_folders, tmp_path):
+    ov.load(stories260k).trace([1, 5]).save(tmp_path / "trace.safetensors")
+    with pytest.raises(CircuitsError, match="another checkpoint"):
+        ov.open_trace(tmp_path / "trace.safetensors", ov.load(tiny_gpt2_char))
+    with pytest.raises(CircuitsError, match="no trace"):
+        ov.open_trace(stories260k / "model.safetensors", ov.load(stories260k))
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "trace.safetensors").read_bytes()[:5000])
+    for name in ("cut.safetensors", "absent.safetensors"):
+        with pytest.raises(CircuitsError, match=name):
+            ov.open_trace(tmp_path / name, ov.load(stories260k))
 
 
 def test_attention_weights_alone_cannot_run_and_say_so(gpt2_small_attention):

@@ -15,8 +15,8 @@ def failed(certificate):
     return {check.name for check in certificate.checks if check.passed is False}
 
 
-def test_every_checkpoint_that_can_run_passes_all_five_checks(traceable_folder):
-    certificate = ov.load(traceable_folder).verify()
+def test_every_checkpoint_that_can_run_passes_all_five_checks(running_folder):
+    certificate = ov.load(running_folder).verify()
     assert certificate.passed, certificate.frame().to_string()
     assert [check.passed for check in certificate.checks] == [True] * 5
     assert certificate.summary == "5 of 5 checks passed"

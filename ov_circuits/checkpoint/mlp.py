@@ -56,6 +56,16 @@ class Norm:
             return F.layer_norm(x, (x.shape[-1],), self.gain, self.bias, self.eps)
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * self.gain
 
+    def frozen(self, x: Float[Tensor, " d_model"], direction: Float[Tensor, " d_model"]) -> FrozenNorm:
+        """The norm at the scale that it has on x, read along a direction of its output; float64."""
+        x, direction = x.double(), direction.double()
+        read = self.gain.double() * direction
+        if self.kind == "LayerNorm":
+            x, read = x - x.mean(), read - read.mean()
+        scale = float((x.square().mean() + self.eps).sqrt())
+        constant = 0.0 if self.bias is None else float(self.bias.double() @ direction)
+        return FrozenNorm(read / scale, constant, scale)
+
     @classmethod
     def read(cls, store: TensorStore, name: str, architecture: Architecture) -> Norm:
         """The norm of that name."""
@@ -66,6 +76,21 @@ class Norm:
             store.read(bias) if bias in store else None,
             architecture.norm_eps,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenNorm:
+    """A norm held at one scale is linear: ``norm(x) . direction = sum_c c . self.direction + constant`` for x = sum_c c.
+
+    Attributes:
+        direction: along which the norm's input is read, [d_model], float64: mean, gain and scale are in it.
+        constant: what the norm's bias contributes.
+        scale: the sigma that was held.
+    """
+
+    direction: Float[Tensor, " d_model"]
+    constant: float
+    scale: float
 
 
 @dataclass(frozen=True, eq=False)

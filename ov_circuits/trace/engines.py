@@ -1,28 +1,33 @@
-"""Runs the model once on one prompt and records what attention heads are made of.
+"""Runs the model on prompts and records what attention heads are made of.
 
-The model is transformers' own, given the very tensors that :mod:`ov_circuits.checkpoint` reads, under TransformerLens's
-TransformerBridge. Recorded are the patterns, values and z of every head and the outputs of every component: what a head
-writes is computed from them on demand, so nothing of size [heads, positions, d_model] is ever kept.
+The model is transformers' own: the user's (also inside a TransformerBridge), or one given the very tensors that
+:mod:`ov_circuits.checkpoint` reads. Forward hooks on its modules, whose names are in the family's row, record patterns, z and
+what every component adds to the stream, all before and after which nothing of ours runs. What a head writes is computed from
+them on demand, so nothing of size [heads, positions, d_model] is ever kept.
+
+Prompts of different lengths run side by side, padded on the right: attention is causal, so what stands before the padding
+cannot see it, and what is recorded is cut to each prompt's own length.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from ov_circuits.checkpoint.families import model_type_of
 from ov_circuits.errors import CircuitsError
 
 if TYPE_CHECKING:
-    from ov_circuits.model import Model
+    from ov_circuits.model import Model, Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +35,17 @@ class LayerRecord:
     """One layer on one prompt.
 
     Attributes:
-        attention_input: the normalised stream that W_Q, W_K and W_V read (gain and bias applied), [pos, d_model].
+        stream: the residual stream that enters the layer, [pos, d_model].
+        attention_input: what W_Q, W_K and W_V read: the normalised stream, gain and bias applied, [pos, d_model].
         pattern: attention, [n_heads, destination, source]; rows sum to one.
-        v: values with their bias, [n_kv_heads, source, d_head].
         z: pattern-weighted values, [n_heads, destination, d_head]: the *input* of the output projection.
-        attention_output: what the attention layer writes, b_O included, [pos, d_model].
-        mlp_output: [pos, d_model].
+        attention_output: what the output projection gives, b_O included, before any norm that follows it, [pos, d_model].
+        mlp_output: what the MLP adds to the stream, [pos, d_model].
     """
 
+    stream: Float[Tensor, "pos d_model"]
     attention_input: Float[Tensor, "pos d_model"]
     pattern: Float[Tensor, "head destination source"]
-    v: Float[Tensor, "kv_head source d_head"]
     z: Float[Tensor, "head destination d_head"]
     attention_output: Float[Tensor, "pos d_model"]
     mlp_output: Float[Tensor, "pos d_model"]
@@ -51,68 +56,276 @@ class Record:
     """A whole model on one prompt.
 
     Attributes:
-        embedding: token embeddings as they enter the stream, [pos, d_model].
         position: learned position embeddings, [pos, d_model], or None.
         layers: one :class:`LayerRecord` a layer.
         final: the residual stream that the final norm reads, [pos, d_model].
         logits: the model's own logits, [pos, n_vocab].
+        uncapped: the logits before a softcap, [pos, n_vocab]; the very logits where the model has none.
     """
 
-    embedding: Float[Tensor, "pos d_model"]
     position: Float[Tensor, "pos d_model"] | None
     layers: tuple[LayerRecord, ...]
     final: Float[Tensor, "pos d_model"]
     logits: Float[Tensor, "pos n_vocab"]
+    uncapped: Float[Tensor, "pos n_vocab"]
+
+    @property
+    def embedding(self) -> Float[Tensor, "pos d_model"]:
+        """Token embeddings as they enter the stream."""
+        stream = self.layers[0].stream
+        return stream if self.position is None else stream - self.position
 
 
-# Record field -> the bridge's hook point.
-_LAYER_HOOKS = {
-    "attention_input": "ln1.hook_out",
-    "pattern": "attn.hook_pattern",
-    "v": "attn.hook_v",
-    "z": "attn.hook_z",
-    "attention_output": "hook_attn_out",
-    "mlp_output": "hook_mlp_out",
-}
+# What can be kept of a layer.
+LAYER_FIELDS = tuple(field.name for field in fields(LayerRecord))
+
+# Tokens that run side by side: enough to keep matrix products busy, few enough to keep a batch's record small.
+_BATCH_TOKENS = 4096
 
 
-def record(model: Model, tokens: Sequence[int]) -> Record:
-    """Run the model on token ids.
+@dataclass(frozen=True)
+class Edits:
+    """What to change while the model runs. Each function gets a batch's tensor and returns what takes its place.
+
+    Attributes:
+        z: (layer, z [batch, pos, head, d_head]) -> z: before the output projection reads it.
+        mlp: (layer, output [batch, pos, d_model]) -> output: before it is added to the stream.
+        final: (stream [batch, pos, d_model], normalised) -> normalised: instead of the final norm's output.
+    """
+
+    z: Callable[[int, Tensor], Tensor] | None = None
+    mlp: Callable[[int, Tensor], Tensor] | None = None
+    final: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a run of prompts of one (padded) length left behind; [batch, ...] each, float32 on the CPU.
+
+    ``layers`` holds, for each layer, the fields of :class:`LayerRecord` that were asked for.
+    """
+
+    position: Float[Tensor, "batch pos d_model"] | None
+    layers: tuple[dict[str, Tensor], ...]
+    final: Float[Tensor, "batch pos d_model"]
+    logits: Float[Tensor, "batch pos n_vocab"]
+    uncapped: Float[Tensor, "batch pos n_vocab"]
+
+    def prompt(self, index: int, length: int) -> Record:
+        """One prompt's record, its padding cut off."""
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[index, :length]
+
+        def layer_record(kept: dict[str, Tensor]) -> LayerRecord:
+            by_head = {"pattern": kept["pattern"][index, :, :length, :length], "z": kept["z"][index, :, :length]}
+            return LayerRecord(**{name: cut(kept[name]) for name in LAYER_FIELDS if name not in by_head}, **by_head)
+
+        logits = cut(self.logits)
+        return Record(
+            position=None if self.position is None else cut(self.position),
+            layers=tuple(layer_record(kept) for kept in self.layers),
+            final=cut(self.final),
+            logits=logits,
+            uncapped=logits if self.uncapped is self.logits else cut(self.uncapped),
+        )
+
+
+def record(model: Model, prompts: Sequence[Sequence[int]]) -> list[Record]:
+    """Run the model on prompts and keep everything.
 
     Raises:
-        CircuitsError: the checkpoint cannot run (attention weights only), or the ids do not fit it.
+        CircuitsError: the checkpoint cannot run (attention weights only), or some ids do not fit it.
     """
-    check_tokens(model, tokens)
-    bridge = bridge_of(model)
-    layers = range(model.n_layers)
-    hooks = {f"blocks.{layer}.{hook}" for layer in layers for hook in _LAYER_HOOKS.values()}
-    hooks |= {"hook_embed", "ln_final.hook_in"} | (
-        {"hook_pos_embed"} if model.architecture.positions == "learned" else set()
+    found: list[Record] = []
+    for batch in batches(model, prompts):
+        observed = run(model, pad(batch), keep=LAYER_FIELDS)
+        found += [observed.prompt(index, len(prompt)) for index, prompt in enumerate(batch)]
+    return found
+
+
+def batches(model: Model, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
+    """Prompts in their order, as many at a time as fit a batch; checked before the first one runs.
+
+    Raises:
+        CircuitsError: as :func:`record`.
+    """
+    for tokens in prompts:
+        check_tokens(model, tokens)
+    start = 0
+    while start < len(prompts):
+        stop, longest = start, 0
+        while stop < len(prompts):
+            longest = max(longest, len(prompts[stop]))
+            if stop > start and longest * (stop + 1 - start) > _BATCH_TOKENS:
+                break
+            stop += 1
+        yield prompts[start:stop]
+        start = stop
+
+
+def pad(prompts: Sequence[Sequence[int]]) -> Int[Tensor, "batch pos"]:
+    """Ids side by side, filled up on the right with id 0, which nothing before it can see."""
+    longest = max(len(tokens) for tokens in prompts)
+    return torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in prompts])
+
+
+def run(
+    model: Model, tokens: Int[Tensor, "batch pos"], *, keep: Collection[str] = (), edits: Edits | None = None
+) -> Batch:
+    """Run ids that were checked, and keep the named fields of every layer.
+
+    Args:
+        model: any view; the run does not depend on it.
+        tokens: ids, padded on the right.
+        keep: names among :data:`LAYER_FIELDS`.
+        edits: what to change on the way; what is kept is what was there after the change.
+    """
+    network = network_of(model)
+    parts = _Parts(network, model)
+    kept: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(model.n_layers))
+    ends: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        stack.enter_context(_ready(network))
+        for handle in (*parts.edit(edits or Edits()), *parts.watch(kept, frozenset(keep), ends)):
+            stack.callback(handle.remove)
+        stack.enter_context(torch.no_grad())
+        logits = network(tokens.to(_device(network)), use_cache=False).logits
+    position = ends.get("position")
+    if position is not None:
+        position = position.expand(len(tokens), -1, -1)
+    logits = _own(logits)
+    uncapped = (
+        logits if model.architecture.logit_softcap is None else ends["unembedded"] * model.architecture.logit_scale
     )
-    device = next(bridge.original_model.parameters()).device
-    with torch.inference_mode():
-        logits, cache = bridge.run_with_cache(torch.tensor([list(tokens)], device=device), names_filter=sorted(hooks))
+    return Batch(position, kept, ends["final"], logits, uncapped)
 
-    def get(name: str) -> Tensor:
-        if name not in cache:
-            raise RuntimeError(f"TransformerLens recorded no {name} for {model.name}: this version names it otherwise")
-        return cache[name][0].detach().float().cpu()
 
-    def layer_record(layer: int) -> LayerRecord:
-        parts = {field: get(f"blocks.{layer}.{hook}") for field, hook in _LAYER_HOOKS.items()}
-        parts["v"], parts["z"] = parts["v"].transpose(0, 1), parts["z"].transpose(0, 1)
-        return LayerRecord(**parts)
+class _Parts:
+    """Where a running transformers model keeps what is recorded: hooks on its modules."""
 
-    position = None
-    if "hook_pos_embed" in hooks:
-        position = get("hook_pos_embed")
-    return Record(
-        embedding=get("hook_embed"),
-        position=position,
-        layers=tuple(layer_record(layer) for layer in layers),
-        final=get("ln_final.hook_in"),
-        logits=logits[0].detach().float().cpu(),
-    )
+    def __init__(self, network: Any, model: Model) -> None:
+        self._family, self._network = model.source.family, network
+        self._a, self._where = model.architecture, model.source.checkpoint.where
+
+    def _module(self, name: str, layer: int | None = None) -> nn.Module:
+        name = name if layer is None else name.format(layer=layer)
+        try:
+            return self._network.base_model.get_submodule(name)
+        except AttributeError as error:
+            raise CircuitsError(
+                f"the running model of {self._where} has no module {name!r} where a {self._family.name} model has it: "
+                "give a model as transformers builds it"
+            ) from error
+
+    def _mlp(self, layer: int) -> nn.Module:
+        """The module whose output is what the MLP adds to the stream."""
+        return self._module(self._family.mlp_post_norm or self._family.mlp_module, layer)
+
+    def edit(self, edits: Edits) -> Iterator[Any]:
+        """Hooks that change values on their way."""
+        for layer in range(self._a.n_layers):
+            if edits.z is not None:
+                projection = self._module(self._family.projections["O"].name, layer)
+                yield projection.register_forward_pre_hook(self._edit_z(edits.z, layer))
+            if edits.mlp is not None:
+                yield self._mlp(layer).register_forward_hook(_edit_output(edits.mlp, layer))
+        if edits.final is not None:
+            change = edits.final
+            norm = self._module(self._family.final_norm)
+            yield norm.register_forward_hook(lambda _, args, output: change(args[0], output))
+
+    def _edit_z(self, change: Callable[[int, Tensor], Tensor], layer: int) -> Callable[..., Any]:
+        def hook(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            z = rearrange(args[0], "batch pos (head d_head) -> batch pos head d_head", head=self._a.n_heads)
+            changed = change(layer, z).to(z.dtype)
+            return (rearrange(changed, "batch pos head d_head -> batch pos (head d_head)"), *args[1:])
+
+        return hook
+
+    def watch(self, kept: Sequence[dict[str, Tensor]], keep: frozenset[str], ends: dict[str, Tensor]) -> Iterator[Any]:
+        """Hooks that write down what passes, into ``kept`` by layer and into ``ends``."""
+        for layer, into in enumerate(kept):
+            yield from self._watch_layer(layer, into, keep)
+        if self._family.positions is not None:
+            yield self._module(self._family.positions).register_forward_hook(_keep_output(ends, "position"))
+        final = self._module(self._family.final_norm)
+        yield final.register_forward_hook(lambda _, args, output: ends.update(final=_own(args[0])))
+        if self._a.logit_softcap is not None:
+            yield self._network.get_output_embeddings().register_forward_hook(_keep_output(ends, "unembedded"))
+
+    def _watch_layer(self, layer: int, into: dict[str, Tensor], keep: frozenset[str]) -> Iterator[Any]:
+        def stream(_: Any, args: Any, kwargs: Any) -> None:
+            into["stream"] = _own(_hidden(args, kwargs))
+
+        def attention(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if "attention_input" in keep:
+                into["attention_input"] = _own(_hidden(args, kwargs))
+            if "pattern" in keep:
+                into["pattern"] = _own(output[1])
+
+        def projection(_: Any, args: Any, output: Tensor) -> None:
+            if "z" in keep:
+                into["z"] = rearrange(_own(args[0]), "batch pos (head d) -> batch head pos d", head=self._a.n_heads)
+            if "attention_output" in keep:
+                into["attention_output"] = _own(output)
+
+        if "stream" in keep:
+            yield self._module(self._family.block, layer).register_forward_pre_hook(stream, with_kwargs=True)
+        if keep & {"attention_input", "pattern"}:
+            yield self._module(self._family.attention, layer).register_forward_hook(attention, with_kwargs=True)
+        if keep & {"z", "attention_output"}:
+            yield self._module(self._family.projections["O"].name, layer).register_forward_hook(projection)
+        if "mlp_output" in keep:
+            yield self._mlp(layer).register_forward_hook(_keep_output(into, "mlp_output"))
+
+
+def _hidden(args: Any, kwargs: Any) -> Tensor:
+    """A block's or an attention's input: transformers passes it first, or by name."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _keep_output(into: dict[str, Tensor], name: str) -> Callable[..., None]:
+    return lambda _, args, output: into.update({name: _own(_first(output))})
+
+
+def _edit_output(change: Callable[[int, Tensor], Tensor], layer: int) -> Callable[..., Any]:
+    def hook(_: Any, args: Any, output: Any) -> Any:
+        changed = change(layer, _first(output))
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    return hook
+
+
+def _first(output: Any) -> Tensor:
+    """A module's output, without what some modules return beside it (a mixture's router)."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor of the run, as float32 on the CPU."""
+    return tensor.detach().float().cpu()
+
+
+def _device(network: Any) -> torch.device:
+    return network.get_input_embeddings().weight.device
+
+
+@contextmanager
+def _ready(network: Any) -> Iterator[None]:
+    """A network that gives its patterns and drops nothing out, put back as it was afterwards."""
+    training = [module for module in network.modules() if module.training]
+    implementation = network.config._attn_implementation
+    network.eval()
+    if implementation != "eager":
+        network.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        if implementation != "eager":
+            network.set_attn_implementation(implementation)
 
 
 def check_tokens(model: Model, tokens: Sequence[int]) -> None:
@@ -134,56 +347,46 @@ def check_tokens(model: Model, tokens: Sequence[int]) -> None:
         raise CircuitsError(f"token id {outside[0]} is outside the vocabulary of {model.name} (0 to {a.n_vocab - 1})")
 
 
-def bridge_of(model: Model) -> Any:
-    """The checkpoint's TransformerBridge: the user's own, or one built once from the tensors this package reads."""
+def network_of(model: Model) -> Any:
+    """The checkpoint's transformers model: the user's own, or one built once from the tensors this package reads."""
     source = model.source
-    if source.bridge is None:
-        source.bridge = _build_bridge(model)
-    return source.bridge
+    if source.network is None:
+        source.network = _build(source)
+    return source.network
 
 
-def _build_bridge(model: Model) -> Any:
-    checkpoint = model.source.checkpoint
-    tensors = {name: checkpoint.store.read(name) for name in checkpoint.store.names()}
+def _build(source: Source) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    checkpoint = source.checkpoint
     if checkpoint.config.get("quantization_config") is not None:
         raise CircuitsError(
             f"the config of {checkpoint.where} has a quantization_config, but its weights are plain floating-point numbers: "
             "take the key out of config.json to run it; weight-only commands work"
         )
+    tensors = {name: checkpoint.store.read(name) for name in checkpoint.store.names()}
     with _quiet(), _blame_config(checkpoint.where):
-        return _boot(model, tensors)
-
-
-def _boot(model: Model, tensors: dict[str, Tensor]) -> Any:
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    checkpoint = model.source.checkpoint
-    # transformers writes into the settings that it is given.
-    settings = copy.deepcopy(checkpoint.config) | {"model_type": model_type_of(checkpoint.config, checkpoint.where)}
-    config = AutoConfig.for_model(**settings)
-    _compare(config, model)
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    network = model_class.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
-    )
-    network.eval()
-    bridge = TransformerBridge.boot_transformers(
-        model.name, hf_model=network, tokenizer=_placeholder_tokenizer(), dtype=torch.float32, device="cpu"
-    )
-    with torch.inference_mode():
-        bridge(torch.tensor([[0]]))  # some settings that make no sense are found out by running only
-    return bridge
+        # transformers writes into the settings that it is given.
+        settings = copy.deepcopy(checkpoint.config) | {"model_type": model_type_of(checkpoint.config, checkpoint.where)}
+        config = AutoConfig.for_model(**settings)
+        _compare(config, source)
+        network = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+            None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
+        )
+        network.eval()
+        with torch.no_grad():
+            network(torch.tensor([[0]]))  # some settings that make no sense are found out by running only
+    return network
 
 
 @contextmanager
 def _blame_config(where: str) -> Iterator[None]:
-    """Whatever transformers or TransformerLens raise while they build a model is said of the config they build it from."""
+    """Whatever transformers raises while it builds a model is said of the config that it builds it from."""
     try:
         yield
     except CircuitsError:
         raise
-    # What a setting breaks, and with which error, is those libraries' own affair: TypeError, KeyError, ImportError, ...
+    # What a setting breaks, and with which error, is the library's own affair: TypeError, KeyError, ImportError, ...
     except Exception as error:
         text = " ".join(str(error).split())
         reason = f"{type(error).__name__}: {text if len(text) <= 200 else text[:200] + '..'}"
@@ -208,9 +411,9 @@ _COMPARED = {
 }
 
 
-def _compare(config: Any, model: Model) -> None:
+def _compare(config: Any, source: Source) -> None:
     """Raise a CircuitsError where transformers reads another number out of the config than this package does."""
-    a = model.architecture
+    a = source.architecture
     pairs = [(key, getattr(config, key, None), getattr(a, field)) for key, field in _COMPARED.items()]
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict):
@@ -218,18 +421,9 @@ def _compare(config: Any, model: Model) -> None:
     for key, theirs, ours in pairs:
         if theirs is not None and theirs != ours:
             raise CircuitsError(
-                f"the config of {model.source.checkpoint.where} contradicts itself: transformers reads {key} = {theirs} "
+                f"the config of {source.checkpoint.where} contradicts itself: transformers reads {key} = {theirs} "
                 f"from it, and this package {ours}; keep one name of this number in config.json"
             )
-
-
-def _placeholder_tokenizer() -> Any:
-    """A tokenizer of one word: without any, the bridge would look for one elsewhere. Prompts reach it as ids."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, unk_token="?")), unk_token="?")
 
 
 @contextmanager

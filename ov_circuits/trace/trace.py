@@ -10,7 +10,9 @@ Writes are in the model's own residual stream, so they use the raw weights whate
 
 from __future__ import annotations
 
+import json
 import operator
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,12 +23,15 @@ from torch import Tensor
 
 from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary, why_no_bos
 from ov_circuits.errors import CircuitsError
+from ov_circuits.files import atomic_path
 from ov_circuits.model import Head, Layer, Model
-from ov_circuits.trace.engines import LayerRecord, Record, check_tokens, record
+from ov_circuits.trace.engines import LAYER_FIELDS, LayerRecord, Record, check_tokens, record
 from ov_circuits.words import token_list
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from ov_circuits.trace.ledger import Answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,31 +81,32 @@ class Trace:
 
     def pattern(self, head: Head | str) -> Float[Tensor, "destination source"]:
         """Attention of a head."""
-        layer, index, _ = self._parts(head)
+        layer, index, _ = self.parts(head)
         return layer.pattern[index]
 
     def values(self, head: Head | str) -> Float[Tensor, "source d_head"]:
         """Values that a head can move, b_V included."""
-        layer, index, weights = self._parts(head)
-        return weights.per_query_head(layer.v)[index]
+        layer, index, weights = self.parts(head)
+        values = unbiased_values(layer, weights)[index]
+        return values if weights.b_V is None else values + weights.per_query_head(weights.b_V)[index]
 
     def head_writes(self, head: Head | str) -> Float[Tensor, "source destination d_model"]:
         """The value path: what a head moves from each source token to each destination, without the value bias.
 
         Summed over sources, plus :meth:`value_bias_write`, it is :meth:`write`.
         """
-        layer, index, weights = self._parts(head)
+        layer, index, weights = self.parts(head)
         moved = unbiased_values(layer, weights)[index] @ weights.W_O[index]
         return layer.pattern[index].mT.unsqueeze(-1) * moved.unsqueeze(1)
 
     def value_bias_write(self, head: Head | str) -> Float[Tensor, "destination d_model"]:
         """What the head writes because of b_V, whatever it attends to: (sum_s A[t, s]) b_V W_O; zero without a bias."""
-        layer, index, weights = self._parts(head)
+        layer, index, weights = self.parts(head)
         return layer.pattern[index].sum(-1, keepdim=True) * value_bias_writes(weights)[index]
 
     def write(self, head: Head | str) -> Float[Tensor, "destination d_model"]:
         """All that a head writes at each position: z W_O."""
-        layer, index, weights = self._parts(head)
+        layer, index, weights = self.parts(head)
         return layer.z[index] @ weights.W_O[index]
 
     # -- all heads, without the big tensor ----------------------------------------------------------------------------
@@ -117,32 +123,113 @@ class Trace:
             weighted.append(layer.pattern * sizes.unsqueeze(1))
         return torch.stack(weighted)
 
-    def ledger(self, answer: str | int, against: str | int | None = None, position: int = -1) -> pd.DataFrame:
+    def ledger(self, answer: Answer, against: str | int | None = None, position: int = -1) -> pd.DataFrame:
         """The closed account of a logit or a logit difference; see :func:`ov_circuits.trace.ledger.ledger`."""
         from ov_circuits.trace.ledger import ledger
 
         return ledger(self, answer, against, position)
 
+    def ledger_into(
+        self,
+        head: Head | str,
+        side: str,
+        *,
+        source: int,
+        destination: int = -1,
+        answer: Answer | None = None,
+        against: str | int | None = None,
+    ) -> pd.DataFrame:
+        """Who wrote what a head's query, key or value reads; see :func:`ov_circuits.trace.ledger.ledger_into`."""
+        from ov_circuits.trace.ledger import ledger_into
+
+        return ledger_into(self, head, side, source=source, destination=destination, answer=answer, against=against)
+
+    def stream_ledger(self, layer: int, direction: Tensor, position: int = -1) -> pd.DataFrame:
+        """Who wrote a direction of the stream before a layer; see :func:`ov_circuits.trace.ledger.stream_ledger`."""
+        from ov_circuits.trace.ledger import stream_ledger
+
+        return stream_ledger(self, layer, direction, position)
+
+    # -- files ------------------------------------------------------------------------------------------------------------
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the trace as safetensors: no pickle, no code. :func:`open_trace` reads it again, with the same checkpoint.
+
+        Raises:
+            CircuitsError: the file cannot be written.
+        """
+        from safetensors.torch import save_file
+
+        r = self.record
+        tensors = {
+            f"layers.{i}.{name}": getattr(layer, name) for i, layer in enumerate(r.layers) for name in LAYER_FIELDS
+        }
+        tensors |= {"final": r.final, "logits": r.logits}
+        if r.uncapped is not r.logits:
+            tensors["uncapped"] = r.uncapped
+        if r.position is not None:
+            tensors["position"] = r.position
+        facts = {"tokens": self.tokens, "texts": self.texts, "bos_added": self.bos_added}
+        metadata = {_KIND: json.dumps(facts), "checkpoint": self.model.source.fingerprint, "model": self.model.name}
+        with atomic_path(file) as temporary:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+
     def _layers(self) -> Sequence[tuple[LayerRecord, Layer]]:
         return [(layer, self.model.layer(index)) for index, layer in enumerate(self.record.layers)]
 
-    def _parts(self, head: Head | str) -> tuple[LayerRecord, int, Layer]:
+    def parts(self, head: Head | str) -> tuple[LayerRecord, int, Layer]:
+        """A head's layer as recorded, the head's index in it, and the layer's raw weights."""
         found = self.model.head(head.label if isinstance(head, Head) else head)
         return self.record.layers[found.layer], found.index, self.model.layer(found.layer)
 
 
-def trace(model: Model, prompt: str | Sequence[int], *, bos: bool | None = None) -> Trace:
+def trace(model: Model, prompt: Any, *, bos: bool | None = None) -> Trace | list[Trace]:
     """Run a model on a prompt and keep what its heads are made of.
 
     Args:
         model: any view; the run itself does not depend on it.
-        prompt: text, or token ids, which are run as they are unless ``bos`` is True.
+        prompt: text, or token ids, which are run as they are unless ``bos`` is True; or a list of prompts, which run side by
+            side, padded where nothing can see it.
         bos: whether to put the BOS token in front. None: yes for text where the model has one (as TransformerLens does and
             most papers), no for ids. It is never put before a prompt that begins with it already. The trace says what was done.
+
+    Returns:
+        A trace, or for a list of prompts a list of them.
 
     Raises:
         CircuitsError: an empty or too long prompt, ids outside the vocabulary, text without a tokenizer, BOS asked for
             where there is none, or a checkpoint that cannot run.
+    """
+    several = _is_several(prompt)
+    asked = [prompt_ids(model, one, bos) for one in (prompt if several else [prompt])]
+    if not asked:
+        raise CircuitsError("there is no prompt in the list: give at least one")
+    raw = model.in_view("raw")
+    traces = []
+    for (tokens, added), found in zip(asked, record(model, [tokens for tokens, _ in asked]), strict=True):
+        if not bool(found.logits.isfinite().all()):
+            raise CircuitsError(
+                f"{model.name} gives NaN or infinity on this prompt, so nothing can be accounted for: "
+                "its weights or the numbers in its config are not finite or out of range"
+            )
+        traces.append(Trace(raw, tuple(tokens), tuple(token_list(model, tokens)), added, found))
+    return traces if several else traces[0]
+
+
+def _is_several(prompt: Any) -> bool:
+    """Whether it is a list of prompts: texts, or lists of ids."""
+    if isinstance(prompt, Tensor):
+        return prompt.ndim == 2
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes, bytearray)):
+        return False
+    return any(isinstance(one, (str, Sequence)) or (isinstance(one, Tensor) and one.ndim == 1) for one in prompt)
+
+
+def prompt_ids(model: Model, prompt: Any, bos: bool | None = None) -> tuple[list[int], bool]:
+    """The ids of one prompt, and whether BOS was put before them; see :func:`trace`.
+
+    Raises:
+        CircuitsError: as :func:`trace`.
     """
     tokens = list(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else _ids(prompt)
     if not tokens:
@@ -157,19 +244,54 @@ def trace(model: Model, prompt: str | Sequence[int], *, bos: bool | None = None)
         assert bos_id is not None
         tokens = [bos_id, *tokens]
     check_tokens(model, tokens)
-    found = record(model, tokens)
-    if not bool(found.logits.isfinite().all()):
+    return tokens, added
+
+
+# The metadata key by which a file is known as a trace.
+_KIND = "ov_circuits.trace"
+
+
+def open_trace(file: str | os.PathLike[str], model: Model) -> Trace:
+    """A trace that :meth:`Trace.save` wrote.
+
+    Args:
+        file: the .safetensors file.
+        model: the checkpoint that was traced, in any view: writes need its weights.
+
+    Raises:
+        CircuitsError: no such file, not a trace, or one of another checkpoint.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as stored:
+            metadata = stored.metadata() or {}
+            if _KIND not in metadata:
+                raise CircuitsError(f"{file} is a safetensors file but no trace: give one that Trace.save wrote")
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CircuitsError(f"cannot read the trace {file}: {error}") from error
+    if metadata.get("checkpoint") != model.source.fingerprint:
         raise CircuitsError(
-            f"{model.name} gives NaN or infinity on this prompt, so nothing can be accounted for: "
-            "its weights or the numbers in its config are not finite or out of range"
+            f"{file} is a trace of another checkpoint ({metadata.get('model')!r}) than {model.name}: open it with that one"
         )
-    return Trace(
-        model=model.in_view("raw"),
-        tokens=tuple(tokens),
-        texts=tuple(token_list(model, tokens)),
-        bos_added=added,
-        record=found,
-    )
+    try:
+        facts = json.loads(metadata[_KIND])
+        layers = tuple(
+            LayerRecord(**{name: tensors[f"layers.{index}.{name}"] for name in LAYER_FIELDS})
+            for index in range(model.n_layers)
+        )
+        found = Record(
+            tensors.get("position"),
+            layers,
+            tensors["final"],
+            tensors["logits"],
+            tensors.get("uncapped", tensors["logits"]),
+        )
+        tokens, texts = tuple(facts["tokens"]), tuple(facts["texts"])
+        return Trace(model.in_view("raw"), tokens, texts, bool(facts["bos_added"]), found)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise CircuitsError(f"the trace {file} is incomplete ({error}): make it again") from error
 
 
 def _ids(prompt: Any) -> list[int]:
@@ -183,9 +305,8 @@ def _ids(prompt: Any) -> list[int]:
 
 
 def unbiased_values(layer: LayerRecord, weights: Layer) -> Float[Tensor, "head source d_head"]:
-    """xhat W_V for every query head: the recorded values without their bias."""
-    v = layer.v if weights.b_V is None else layer.v - weights.b_V.unsqueeze(1)
-    return weights.per_query_head(v)
+    """xhat W_V for every query head: values without their bias."""
+    return weights.per_query_head(torch.einsum("sm,kmd->ksd", layer.attention_input, weights.W_V))
 
 
 def value_bias_writes(weights: Layer) -> Float[Tensor, "head d_model"]:
