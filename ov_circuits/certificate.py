@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
@@ -30,6 +31,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Layer, Model
 from ov_circuits.trace.engines import network_of
+from ov_circuits.trace.tensor_parallel import rank_facts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,6 +114,8 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
         checks += [Check(name, None, None, None, f"no forward pass possible: {error}") for name in names]
         return Certificate(model.name, tuple(checks))
     checks += [_check_sum(trace), _check_one_token(trace), _check_pattern(trace), _check_ledger(trace)]
+    if trace.record.shard.group is not None:
+        checks.append(_check_ranks(trace))
     return Certificate(model.name, tuple(checks))
 
 
@@ -127,10 +131,32 @@ def _probe(model: Model) -> list[int]:
 def _check_sum(trace: Trace) -> Check:
     def error(index: int, layer: Layer) -> Tensor:
         record = trace.record.layers[index]
-        total = torch.einsum("htd,hdm->tm", record.z.double(), layer.W_O.double())
+        shard = trace.record.shard
+        total = shard.sum(torch.einsum("htd,hdm->tm", record.z.double(), layer.W_O[shard.heads].double()))
         return _relative(_with_bias(total, layer.b_O), record.attention_output)
 
     return _worst("sum of heads", trace, error, _OUTPUT_LIMIT)
+
+
+def _check_ranks(trace: Trace) -> Check:
+    """Tensor parallelism: each rank's z through the very block it runs with, summed over ranks, is the layer's output."""
+    shard, partials = trace.record.shard, []
+
+    def error(index: int, layer: Layer) -> Tensor:
+        record = trace.record.layers[index]
+        z = rearrange(record.z.double(), "head pos d_head -> pos (head d_head)")
+        partial = z @ rank_facts(trace.model, index)["block"].double().cpu()
+        partials.append(float(partial.norm()))
+        return _relative(_with_bias(shard.sum(partial.clone()), layer.b_O), record.attention_output)
+
+    check = _worst("sum over ranks", trace, error, _OUTPUT_LIMIT)
+    facts = rank_facts(trace.model, 0)
+    first, last = facts["heads"]
+    shape = list(facts["block"].shape)
+    own = f"rank {facts['rank']}: heads {first} to {last}, W_O block {shape}, partial output of norm {partials[-1]:.4g}"
+    every: list[str] = [""] * torch.distributed.get_world_size(shard.group)
+    torch.distributed.all_gather_object(every, own, group=shard.group)
+    return replace(check, detail=f"{check.detail}; last layer: {'; '.join(every)}")
 
 
 def _check_one_token(trace: Trace) -> Check:
@@ -163,7 +189,8 @@ def _check_pattern(trace: Trace) -> Check:
             q, k = rotate(q, positions, theta), rotate(k, positions, theta)
         scores = q @ layer.per_query_head(k).mT * layer.score_scale
         pattern = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        return (pattern - record.pattern).abs().amax()
+        shard = trace.record.shard
+        return shard.gather((pattern[shard.heads] - record.pattern).abs().flatten(1).amax(1)).amax()
 
     return _worst("query-key pattern", trace, error, _PATTERN_LIMIT)
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ov_circuits.certificate import Certificate
+    from ov_circuits.trace.shards import Shard
     from ov_circuits.trace.trace import Trace
 
 # How many layers' attention weights stay in memory, as float32.
@@ -412,7 +413,8 @@ class Source:
     def __init__(self, checkpoint: Checkpoint, *, bridge: Any = None) -> None:
         self.checkpoint = checkpoint
         # The user's own transformers model, or the one that trace.engines makes when a prompt is first run.
-        self.network = None if bridge is None else bridge.original_model
+        self.network: Any = None if bridge is None else bridge.original_model
+        self.shard: Shard | None = None  # which heads the network holds here; None: all of them
         self.from_bridge = bridge is not None
         self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
         self.family: Family = family_of(checkpoint.config, checkpoint.where)

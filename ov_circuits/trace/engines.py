@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ov_circuits.checkpoint.families import model_type_of
 from ov_circuits.errors import CircuitsError
+from ov_circuits.trace.shards import Shard
 
 if TYPE_CHECKING:
     from ov_circuits.model import Model, Source
@@ -56,6 +57,7 @@ class Record:
     """A whole model on one prompt.
 
     Attributes:
+        shard: which heads the patterns and z are of: all of them, but for a tensor-parallel run.
         position: learned position embeddings, [pos, d_model], or None.
         layers: one :class:`LayerRecord` a layer.
         final: the residual stream that the final norm reads, [pos, d_model].
@@ -63,6 +65,7 @@ class Record:
         uncapped: the logits before a softcap, [pos, n_vocab]; the very logits where the model has none.
     """
 
+    shard: Shard
     position: Float[Tensor, "pos d_model"] | None
     layers: tuple[LayerRecord, ...]
     final: Float[Tensor, "pos d_model"]
@@ -105,6 +108,7 @@ class Batch:
     ``layers`` holds, for each layer, the fields of :class:`LayerRecord` that were asked for.
     """
 
+    shard: Shard
     position: Float[Tensor, "batch pos d_model"] | None
     layers: tuple[dict[str, Tensor], ...]
     final: Float[Tensor, "batch pos d_model"]
@@ -123,6 +127,7 @@ class Batch:
 
         logits = cut(self.logits)
         return Record(
+            shard=self.shard,
             position=None if self.position is None else cut(self.position),
             layers=tuple(layer_record(kept) for kept in self.layers),
             final=cut(self.final),
@@ -198,7 +203,7 @@ def run(
     uncapped = (
         logits if model.architecture.logit_softcap is None else ends["unembedded"] * model.architecture.logit_scale
     )
-    return Batch(position, kept, ends["final"], logits, uncapped)
+    return Batch(parts.shard, position, kept, ends["final"], logits, uncapped)
 
 
 class _Parts:
@@ -207,6 +212,7 @@ class _Parts:
     def __init__(self, network: Any, model: Model) -> None:
         self._family, self._network = model.source.family, network
         self._a, self._where = model.architecture, model.source.checkpoint.where
+        self.shard = model.source.shard or Shard.whole_layer(model.n_heads)
 
     def _module(self, name: str, layer: int | None = None) -> nn.Module:
         name = name if layer is None else name.format(layer=layer)
@@ -237,7 +243,7 @@ class _Parts:
 
     def _edit_z(self, change: Callable[[int, Tensor], Tensor], layer: int) -> Callable[..., Any]:
         def hook(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            z = rearrange(args[0], "batch pos (head d_head) -> batch pos head d_head", head=self._a.n_heads)
+            z = rearrange(args[0], "batch pos (head d_head) -> batch pos head d_head", head=self.shard.held)
             changed = change(layer, z).to(z.dtype)
             return (rearrange(changed, "batch pos head d_head -> batch pos (head d_head)"), *args[1:])
 
@@ -266,7 +272,7 @@ class _Parts:
 
         def projection(_: Any, args: Any, output: Tensor) -> None:
             if "z" in keep:
-                into["z"] = rearrange(_own(args[0]), "batch pos (head d) -> batch head pos d", head=self._a.n_heads)
+                into["z"] = rearrange(_own(args[0]), "batch pos (head d) -> batch head pos d", head=self.shard.held)
             if "attention_output" in keep:
                 into["attention_output"] = _own(output)
 
@@ -351,11 +357,20 @@ def network_of(model: Model) -> Any:
     """The checkpoint's transformers model: the user's own, or one built once from the tensors this package reads."""
     source = model.source
     if source.network is None:
-        source.network = _build(source)
+        source.network = build(source)
     return source.network
 
 
-def _build(source: Source) -> Any:
+def build(source: Source, **distribution: Any) -> Any:
+    """transformers' model with the checkpoint's tensors.
+
+    Args:
+        source: the checkpoint.
+        distribution: how transformers is to distribute it over processes.
+
+    Raises:
+        CircuitsError: transformers cannot build it from this config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = source.checkpoint
@@ -371,7 +386,12 @@ def _build(source: Source) -> Any:
         config = AutoConfig.for_model(**settings)
         _compare(config, source)
         network = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
-            None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            **distribution,
         )
         network.eval()
         with torch.no_grad():

@@ -334,7 +334,7 @@ def _value_side(
 ) -> tuple[Tensor, None, str]:
     """Direction of the attention input along which a head's value is read, at the attention it has."""
     W_V, W_O = weights.per_query_head(weights.W_V)[index].double(), weights.W_O[index].double()
-    attention = float(record.pattern[index, t, s])
+    attention = float(trace.record.shard.gather(record.pattern[:, t, s])[index])
     label = f"{weights.index}.{index}"
     if answer is None:
         write = attention * (record.attention_input[s].double() @ W_V @ W_O)
@@ -363,7 +363,7 @@ def accounts(traces: Sequence[Trace], readings: Sequence[Reading]) -> list[Accou
 
 @dataclass(frozen=True, eq=False)
 class _LayerEntries:
-    """One layer's part of an account."""
+    """One layer's part of an account: of the heads that this process holds."""
 
     value_path: Float[Tensor, "head source"]
     value_bias: Float[Tensor, " head"] | None
@@ -373,13 +373,14 @@ class _LayerEntries:
 
 def _layer_entries(trace: Trace, reading: Reading, index: int) -> _LayerEntries:
     layer, weights, at = trace.record.layers[index], trace.model.layer(index), reading.position
+    own = trace.record.shard.heads
     through = _through_post_norm(trace, index, at, reading.direction)
-    read_out = weights.W_O.double() @ through.direction
-    read_in = torch.einsum("hmd,hd->hm", weights.per_query_head(weights.W_V).double(), read_out)
+    read_out = weights.W_O[own].double() @ through.direction
+    read_in = torch.einsum("hmd,hd->hm", weights.per_query_head(weights.W_V)[own].double(), read_out)
     pattern = layer.pattern[:, at, : at + 1].double()
     value_bias = None
     if weights.b_V is not None:
-        value_bias = (value_bias_writes(weights).double() @ through.direction) * pattern.sum(-1)
+        value_bias = (value_bias_writes(weights)[own].double() @ through.direction) * pattern.sum(-1)
     return _LayerEntries(
         value_path=pattern * (read_in @ layer.attention_input[: at + 1].double().mT),
         value_bias=value_bias,
@@ -394,12 +395,13 @@ def _account(trace: Trace, reading: Reading, layers: Sequence[_LayerEntries | No
     biases = [layer.value_bias for layer in found if layer.value_bias is not None]
     b_O = [layer.b_O for layer in found if layer.b_O is not None]
     empty = torch.zeros(0, a.n_heads, at + 1, dtype=torch.float64)
+    gather = record.shard.gather
     return Account(
         reading=reading,
         embedding=float(record.embedding[at].double() @ d),
         position=None if record.position is None else float(record.position[at].double() @ d),
-        value_path=torch.stack([layer.value_path for layer in found]) if found else empty,
-        value_bias=torch.stack(biases) if biases else None,
+        value_path=gather(torch.stack([layer.value_path for layer in found]), 1) if found else empty,
+        value_bias=gather(torch.stack(biases), 1) if biases else None,
         b_O=torch.tensor(b_O, dtype=torch.float64) if b_O else None,
         mlp=torch.tensor([layer.mlp for layer in found], dtype=torch.float64),
     )

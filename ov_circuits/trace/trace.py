@@ -26,6 +26,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Head, Layer, Model
 from ov_circuits.trace.engines import LAYER_FIELDS, LayerRecord, Record, check_tokens, record
+from ov_circuits.trace.shards import Shard
 from ov_circuits.words import token_list
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Trace:
     def pattern(self, head: Head | str) -> Float[Tensor, "destination source"]:
         """Attention of a head."""
         layer, index, _ = self.parts(head)
-        return layer.pattern[index]
+        return layer.pattern[self.record.shard.index(index)]
 
     def values(self, head: Head | str) -> Float[Tensor, "source d_head"]:
         """Values that a head can move, b_V included."""
@@ -97,31 +98,33 @@ class Trace:
         """
         layer, index, weights = self.parts(head)
         moved = unbiased_values(layer, weights)[index] @ weights.W_O[index]
-        return layer.pattern[index].mT.unsqueeze(-1) * moved.unsqueeze(1)
+        return self.pattern(head).mT.unsqueeze(-1) * moved.unsqueeze(1)
 
     def value_bias_write(self, head: Head | str) -> Float[Tensor, "destination d_model"]:
         """What the head writes because of b_V, whatever it attends to: (sum_s A[t, s]) b_V W_O; zero without a bias."""
-        layer, index, weights = self.parts(head)
-        return layer.pattern[index].sum(-1, keepdim=True) * value_bias_writes(weights)[index]
+        _, index, weights = self.parts(head)
+        return self.pattern(head).sum(-1, keepdim=True) * value_bias_writes(weights)[index]
 
     def write(self, head: Head | str) -> Float[Tensor, "destination d_model"]:
         """All that a head writes at each position: z W_O."""
         layer, index, weights = self.parts(head)
-        return layer.z[index] @ weights.W_O[index]
+        return layer.z[self.record.shard.index(index)] @ weights.W_O[index]
 
     # -- all heads, without the big tensor ----------------------------------------------------------------------------
 
     def write_norms(self) -> Float[Tensor, "layer head destination"]:
         """||z W_O|| of every head at every position."""
-        return torch.stack([_norms_through(layer.z, weights.W_O) for layer, weights in self._layers()])
+        shard = self.record.shard
+        norms = [_norms_through(layer.z, weights.W_O[shard.heads]) for layer, weights in self._layers()]
+        return shard.gather(torch.stack(norms), 1)
 
     def value_weighted_patterns(self) -> Float[Tensor, "layer head destination source"]:
         """A[t, s] ||xhat_s W_V W_O||: attention weighted by the size of what it moves (Kobayashi et al. 2020)."""
-        weighted = []
+        shard, weighted = self.record.shard, []
         for layer, weights in self._layers():
-            sizes = _norms_through(unbiased_values(layer, weights), weights.W_O)
+            sizes = _norms_through(unbiased_values(layer, weights), weights.W_O)[shard.heads]
             weighted.append(layer.pattern * sizes.unsqueeze(1))
-        return torch.stack(weighted)
+        return shard.gather(torch.stack(weighted), 1)
 
     def ledger(self, answer: Answer, against: str | int | None = None, position: int = -1) -> pd.DataFrame:
         """The closed account of a logit or a logit difference; see :func:`ov_circuits.trace.ledger.ledger`."""
@@ -156,11 +159,13 @@ class Trace:
         """Write the trace as safetensors: no pickle, no code. :func:`open_trace` reads it again, with the same checkpoint.
 
         Raises:
-            CircuitsError: the file cannot be written.
+            CircuitsError: the file cannot be written, or this process holds a part of the heads only.
         """
         from safetensors.torch import save_file
 
         r = self.record
+        if r.shard.group is not None:
+            raise CircuitsError("a tensor-parallel trace is spread over ranks and not saved: save frames made from it")
         tensors = {
             f"layers.{i}.{name}": getattr(layer, name) for i, layer in enumerate(r.layers) for name in LAYER_FIELDS
         }
@@ -282,6 +287,7 @@ def open_trace(file: str | os.PathLike[str], model: Model) -> Trace:
             for index in range(model.n_layers)
         )
         found = Record(
+            Shard.whole_layer(model.n_heads),
             tensors.get("position"),
             layers,
             tensors["final"],
