@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ov_circuits.model import Head, Layer, Model, load
     from ov_circuits.report.payload import dashboard
     from ov_circuits.scores.board import scoreboard
+    from ov_circuits.scores.compare import compare
     from ov_circuits.scores.composition import component_composition, composition, strongest_paths, subspace_overlap
     from ov_circuits.scores.copy_table import copy_table, disagreements
     from ov_circuits.scores.copying import ioi_copying, ioi_negative_copying, rank_copying
@@ -44,6 +45,7 @@ _HOMES = {
     "Trace": "trace.trace",
     "open_trace": "trace.trace",
     "scoreboard": "scores.board",
+    "compare": "scores.compare",
     "composition": "scores.composition",
     "strongest_paths": "scores.composition",
     "component_composition": "scores.composition",
@@ -74,6 +76,7 @@ __all__ = [
     "Model",
     "Trace",
     "__version__",
+    "compare",
     "component_composition",
     "composition",
     "copy_table",

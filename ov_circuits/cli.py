@@ -27,6 +27,7 @@ from ov_circuits.terminal import (
     note,
     print_account,
     print_certificate,
+    print_changes,
     print_checkpoint,
     print_head,
     print_heads,
@@ -380,6 +381,37 @@ def pairs(
         print_pairs(frame, opened)
     if output is not None:
         note(f"{output}: {len(frame)} pairs, view {opened.view}")
+
+
+@app.command(
+    epilog=_examples("ov-circuits compare ./base ./fine-tuned --top 20", "ov-circuits compare ./a ./b -o changes.csv")
+)
+def compare(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="A model (see `heads --help`).")],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="What became of it: a fine-tune, a later checkpoint.")],
+    sort: Annotated[str, typer.Option("--sort", metavar="COLUMN", help="Largest first, by this column.")] = "ov_change",
+    top: Annotated[int, typer.Option("--top", min=1, help="How many heads to print.")] = 20,
+    output: TableOption = None,
+    view: ViewOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Two checkpoints of one architecture, head by head: how far training on from BASE to OTHER moved each circuit."""
+    from ov_circuits.report.tables import to_json
+    from ov_circuits.scores.compare import compare as compare_heads
+
+    first, second = _open(base, view, None), _open(other, view, None)
+    with _table(output, first) as write:
+        frame = compare_heads(first, second)
+        if sort not in frame:
+            raise CircuitsError(f"there is no column {sort!r}: choose one of {', '.join(frame.columns[3:])}")
+        frame = sort_heads(frame, sort, ascending=False)
+        write(frame)
+    if as_json:
+        print(to_json(frame.head(top)))
+    elif output is None:
+        print_changes(frame.head(top))
+    if output is not None:
+        note(f"{output}: {len(frame)} heads, view {first.view}")
 
 
 # -- heads on a prompt ------------------------------------------------------------------------------------------------

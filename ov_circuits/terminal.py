@@ -190,6 +190,23 @@ def print_pairs(frame: pd.DataFrame, model: Model) -> None:
     _print_table(title + ("" if offset is None else f", offset {offset}"), ("end", read, write, "value"), rows, "lllr")
 
 
+def print_changes(frame: pd.DataFrame) -> None:
+    """Heads of two checkpoints against each other."""
+    shown = {
+        "ov_change": "OV change",
+        "ov_cosine": "cosine",
+        "write_angle": "write angle",
+        "read_angle": "read angle",
+        "qk_change": "QK change",
+        "eigen_copying_ov_change": "copying change",
+        "eigen_copying_full_change": "full copying change",
+    }
+    names = [name for name in shown if name in frame.columns]
+    rows = [(row["head"], *(_number(row[name]) for name in names)) for row in frame.to_dict("records")]
+    title = f"{frame.attrs['model']} to {frame.attrs['other']}, view {frame.attrs['view']}"
+    _print_table(title, ("head", *(shown[name] for name in names)), rows, "l" + "r" * len(names))
+
+
 def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
     """What ``head`` knows, ready for JSON."""
     from ov_circuits.scores.board import SCORES, LayerCircuits
