@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ov_circuits.linalg.products import times_transpose
+
 # Side of a tile of the [d, d] matrices: small, so that few float32 products are summed before float64 takes over.
 _TILE = 64
 
@@ -29,6 +31,7 @@ def pairwise_energy(
     left: Float[Tensor, "sender r d"],
     right: Float[Tensor, "receiver q d"],
     wanted: Sequence[tuple[slice, slice]],
+    norms: tuple[Float[Tensor, " sender"], Float[Tensor, " receiver"]] | None = None,
 ) -> Float[Tensor, "sender receiver"]:
     """``||left_s right_t^T||_F^2`` for the wanted pairs, zero elsewhere.
 
@@ -36,6 +39,7 @@ def pairwise_energy(
         left: factors of the senders.
         right: factors of the receivers.
         wanted: rectangles (senders, receivers) of pairs to compute.
+        norms: :func:`gram_norm` of both sides, where it is known.
 
     Returns:
         A float64 matrix. Products are made in the factors' own precision, sums over tiles and pairs that cancel in float64:
@@ -44,27 +48,33 @@ def pairwise_energy(
     d = left.shape[-1]
     total = left.new_zeros(left.shape[0], right.shape[0], dtype=torch.float64)
     edges = [slice(start, min(start + _TILE, d)) for start in range(0, d, _TILE)]
+    sent, read = (factor.new_empty(len(factor), _TILE * _TILE) for factor in (left, right))
     for i, rows in enumerate(edges):
         for columns in edges[i:]:
             weight = 1.0 if columns is rows else 2.0  # the mirrored tile holds the same numbers
-            sent, read = _tile(left, rows, columns), _tile(right, rows, columns)
+            a, b = _tile(left, rows, columns, sent), _tile(right, rows, columns, read)
             for senders, receivers in wanted:
-                total[senders, receivers] += weight * (sent[senders] @ read[receivers].mT)
-    _redo_cancelled(total, left, right, wanted)
+                total[senders, receivers] += weight * times_transpose(a[senders], b[receivers])
+    sent_norm, read_norm = norms or (gram_norm(left), gram_norm(right))
+    _redo_cancelled(total, left, right, wanted, sent_norm.outer(read_norm))
     return total
 
 
-def _tile(factor: Tensor, rows: slice, columns: slice) -> Tensor:
-    """A tile of every P^T P, flattened, [n, rows * columns]."""
-    return (factor[..., rows].mT @ factor[..., columns]).flatten(1)
+def _tile(factor: Tensor, rows: slice, columns: slice, into: Tensor) -> Tensor:
+    """A tile of every P^T P, flattened, [n, rows * columns]; ``into`` is the memory that all tiles of a side share."""
+    height, width = rows.stop - rows.start, columns.stop - columns.start
+    tile = into[:, : height * width]
+    return torch.bmm(factor[..., rows].mT, factor[..., columns], out=tile.view(-1, height, width)).flatten(1)
 
 
-def _redo_cancelled(total: Tensor, left: Tensor, right: Tensor, wanted: Sequence[tuple[slice, slice]]) -> None:
+def _redo_cancelled(
+    total: Tensor, left: Tensor, right: Tensor, wanted: Sequence[tuple[slice, slice]], sizes: Tensor
+) -> None:
     """Replace what lost digits to cancellation by the sum of squares of the pair's own tile, in place."""
     lost = torch.zeros_like(total, dtype=torch.bool)
     for senders, receivers in wanted:
         lost[senders, receivers] = True
-    lost &= total * _CANCELLATION < gram_norm(left).outer(gram_norm(right))
+    lost &= total * _CANCELLATION < sizes
     for sender in lost.any(1).nonzero().flatten().tolist():
         for receivers in lost[sender].nonzero().flatten().split(32):
             total[sender, receivers] = (right[receivers].double() @ left[sender].mT.double()).square().sum((1, 2))

@@ -42,7 +42,7 @@ from ov_circuits.linalg.nulls import (
     rotation_null,
     subspace_null,
 )
-from ov_circuits.linalg.pairwise import gram_norm, gram_root, pairwise_energy
+from ov_circuits.linalg.pairwise import gram_root, pairwise_energy
 from ov_circuits.model import Head, Layer, Model
 
 Kind = Literal["Q", "K", "V"]
@@ -51,8 +51,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 SOURCE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"
 FALSE_DISCOVERY_RATE = 0.05
 
-# Into how many groups of layers senders are cut, so that pairs in the wrong order are mostly not computed.
-_SENDER_GROUPS = 6
+# How many senders, at least, meet later heads in one product: more would compute more pairs in the wrong order, fewer would
+# be slower a pair.
+_SENDERS = 32
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,10 @@ def composition(model: Model, kind: str = "K") -> pd.DataFrame:
 def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Composition]:
     """Composition of the given kinds as [sender, receiver] matrices; senders' products are shared by the kinds."""
     a = model.architecture
-    writes, reads, broken = _factors(model, _writer, [partial(_reader, kind=kind) for kind in kinds])
+    writes, reads, broken = _sides(model, _LayerSides.writer, [partial(_LayerSides.reader, kind=kind) for kind in kinds])
     energy = _pairwise(writes, reads, later_layers=True)
     layers = torch.arange(a.n_layers).repeat_interleave(a.n_heads)
     later = layers[:, None] < layers[None]
-    sent, received = gram_norm(writes).flatten().square(), gram_norm(reads).square()  # float32 factors are not copied
     return {
         kind: Composition(
             kind=kind,
@@ -164,8 +164,8 @@ def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Comp
             labels=model.head_labels,
             layers=layers,
             matrix=torch.where(later, energy[i].sqrt(), torch.nan),
-            sender_concentration=sent,
-            receiver_concentration=received[:, i].flatten(),
+            sender_concentration=writes.norms.flatten().square(),
+            receiver_concentration=reads.norms[:, i].flatten().square(),
             d_model=a.d_model,
             d_head=a.d_head,
             notes=_notes(model, kind) + broken,
@@ -214,9 +214,9 @@ def component_composition(
     energy = pairs.S.square() / pairs.S.square().sum()
     parts = []
     for later in receivers:
-        factor = _reader(model.layer(later.layer), chosen)[later.index]  # [r, d_model]
-        squared = (factor @ pairs.V).square().sum(0)
-        null = rotation_null(torch.ones_like(squared), gram_norm(factor).square(), model.architecture.d_model)
+        side = _LayerSides(model.layer(later.layer)).reader(chosen)
+        squared = (side.factors[later.index].double() @ pairs.V).square().sum(0)
+        null = rotation_null(torch.ones_like(squared), side.norms[later.index].square(), model.architecture.d_model)
         parts.append(
             pd.DataFrame(
                 {
@@ -263,13 +263,13 @@ def subspace_overlap(model: Model, write: str = "O", read: str = "Q") -> pd.Data
     if write != "O" or read not in ("Q", "K", "V", "O"):
         raise CircuitsError(f"there is no overlap of {write!r} with {read!r}: write is 'O', read one of Q, K, V, O")
     a = model.architecture
-    left, right, broken = _factors(model, partial(_space, role="O"), [partial(_space, role=read)])
+    spaces = [partial(_LayerSides.space, role=role) for role in (write, read)]
+    left, right, broken = _sides(model, spaces[0], spaces[1:])
     (overlap,) = _pairwise(left, right, later_layers=read != "O")
     heads = torch.arange(overlap.shape[0])
     order = heads if read == "O" else heads // a.n_heads  # each pair of writers once; readers in later layers
     rows, columns = (order[:, None] < order[None]).nonzero(as_tuple=True)
-    dims = [space.flatten(0, -3).double().square().sum((1, 2)).round() for space in (left, right)]
-    p, q = dims[0][rows], dims[1][columns]
+    p, q = (side.norms.flatten().square().round()[index] for side, index in ((left, rows), (right, columns)))
     value, null = overlap[rows, columns], subspace_null(p, q, a.d_model)
     tail = null.gamma_tail(value)
     names = np.array(model.head_labels)
@@ -292,60 +292,112 @@ def subspace_overlap(model: Model, write: str = "O", read: str = "Q") -> pd.Data
 # -- factors ----------------------------------------------------------------------------------------------------------
 
 
-def _writer(layer: Layer) -> Tensor:
-    """P [head, r, d_model] with P^T P = OV^T OV, of norm one: the write side, weighted by what the read side lets through."""
-    return _unit(layer.per_query_head(_root(layer.W_V.mT)) @ layer.W_O.double())
+@dataclass(frozen=True)
+class _Sides:
+    """One side of many heads' circuits.
 
-
-def _reader(layer: Layer, kind: Kind) -> Tensor:
-    """Q [head, r, d_model] with Q^T Q = B B^T, of norm one, for the circuit B of a kind: its read side, weighted by the rest."""
-    if kind == "Q":
-        return _unit(layer.per_query_head(_root(layer.W_K.mT)) @ layer.W_Q.mT.double())
-    if kind == "K":
-        return _unit(_root(layer.W_Q.mT) @ layer.per_query_head(layer.W_K).mT.double())
-    return _unit(_root(layer.W_O) @ layer.per_query_head(layer.W_V).mT.double())
-
-
-def _root(W: Tensor) -> Tensor:
-    """R [head, r, r] with R^T R = W W^T for W [head, r, d_model]; float64."""
-    W = W.double()
-    return gram_root(W @ W.mT)
-
-
-def _space(layer: Layer, role: str) -> Tensor:
-    """An orthonormal basis [head, r, d_model] of what a head writes into or reads from; zero rows where rank lacks."""
-    W = {"O": layer.W_O.mT, "Q": layer.W_Q, "K": layer.W_K, "V": layer.W_V}[role].double()
-    finite = W.isfinite().all(-1).all(-1)[:, None, None]
-    U, S, _ = torch.linalg.svd(torch.where(finite, W, 0.0), full_matrices=False)
-    basis = U.mT * (S > S[:, :1] * max(W.shape[-2:]) * torch.finfo(torch.float32).eps).unsqueeze(-1)
-    basis = torch.nn.functional.pad(basis, (0, 0, 0, W.shape[-1] - basis.shape[-2]))  # where d_head > d_model
-    return layer.per_query_head(torch.where(finite, basis, torch.nan))
-
-
-def _unit(factor: Tensor) -> Tensor:
-    """Scaled to Frobenius norm one; NaN where a factor is zero or not finite: composition with nothing is undefined."""
-    norm = factor.flatten(-2).norm(dim=-1)[..., None, None]
-    return factor / torch.where((norm > 0) & norm.isfinite(), norm, torch.nan)
-
-
-def _factors(
-    model: Model, write: Callable[[Layer], Tensor], reads: Sequence[Callable[[Layer], Tensor]]
-) -> tuple[Float[Tensor, "layer head r d_model"], Float[Tensor, "layer kind head r d_model"], list[str]]:
-    """Senders' and receivers' factors of all heads in one pass over the layers, and notes on broken tensors.
-
-    Made in float64 and kept in float32: rounding entries once costs a norm 1e-7, a float32 product ten times that.
+    Attributes:
+        factors: P [.., r, d_model] with P^T P the circuit's Gram matrix on this side, over its trace.
+        norms: ||P^T P||_F, [..], float64.
     """
+
+    factors: Tensor
+    norms: Tensor
+
+    def flatten(self, dims: int) -> _Sides:
+        """The leading dimensions as one."""
+        return _Sides(self.factors.flatten(0, dims - 1), self.norms.flatten())
+
+
+class _LayerSides:
+    """What the heads of a layer write into and read from. Each [r, r] Gram matrix is worked out once for all kinds."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+
+    def writer(self) -> _Sides:
+        """The write side of OV, weighted by what the read side lets through."""
+        return self._side(self._gram_V, self._gram_O, self.layer.W_O)
+
+    def reader(self, kind: Kind) -> _Sides:
+        """The read side of the circuit of a kind, weighted by the rest."""
+        layer = self.layer
+        if kind == "Q":
+            return self._side(self._gram_K, self._gram_Q, layer.W_Q.mT)
+        if kind == "K":
+            return self._side(self._gram_Q, self._gram_K, layer.per_query_head(layer.W_K).mT)
+        return self._side(self._gram_O, self._gram_V, layer.per_query_head(layer.W_V).mT)
+
+    def space(self, role: str) -> _Sides:
+        """An orthonormal basis of what a head writes into or reads from; zero rows where rank lacks. Not over its trace."""
+        layer = self.layer
+        W = {"O": layer.W_O.mT, "Q": layer.W_Q, "K": layer.W_K, "V": layer.W_V}[role].double()
+        finite = W.isfinite().all(-1).all(-1)[:, None, None]
+        U, S, _ = torch.linalg.svd(torch.where(finite, W, 0.0), full_matrices=False)
+        independent = S > S[:, :1] * max(W.shape[-2:]) * torch.finfo(torch.float32).eps
+        basis = U.mT * independent.unsqueeze(-1)
+        basis = torch.nn.functional.pad(basis, (0, 0, 0, W.shape[-1] - basis.shape[-2]))  # where d_head > d_model
+        basis = torch.where(finite, basis, torch.nan)
+        return _Sides(layer.per_query_head(basis), layer.per_query_head(independent.double().sum(-1).sqrt()))
+
+    @staticmethod
+    def _side(rest: Tensor, own: Tensor, W: Tensor) -> _Sides:
+        """The circuit ``X W`` with X^T X = ``rest`` and ``own`` = W W^T, seen from W's side [head, r, d_model].
+
+        NaN where a circuit is zero or not finite: composition with nothing is undefined.
+        """
+        product = rest @ own  # its eigenvalues are the circuit's squared singular values
+        energy = product.diagonal(dim1=-2, dim2=-1).sum(-1)
+        energy = torch.where((energy > 0) & energy.isfinite(), energy, torch.nan)
+        root = gram_root(rest) / energy.sqrt()[:, None, None]
+        # The roots are exact; one float32 product of r terms moves a norm by less than 1e-7, as its errors average out.
+        return _Sides(root.to(W.dtype) @ W, (product * product.mT).sum((-2, -1)).sqrt() / energy)
+
+    @cached_property
+    def _gram_Q(self) -> Tensor:
+        return self._gram(self.layer.W_Q.mT)
+
+    @cached_property
+    def _gram_K(self) -> Tensor:
+        return self._gram(self.layer.W_K.mT)
+
+    @cached_property
+    def _gram_V(self) -> Tensor:
+        return self._gram(self.layer.W_V.mT)
+
+    @cached_property
+    def _gram_O(self) -> Tensor:
+        return self._gram(self.layer.W_O)
+
+    def _gram(self, W: Tensor) -> Tensor:
+        """W W^T for W [head, r, d_model], for every query head; float64."""
+        W = W.double()
+        return self.layer.per_query_head(W @ W.mT)
+
+
+def _sides(
+    model: Model, write: Callable[[_LayerSides], _Sides], reads: Sequence[Callable[[_LayerSides], _Sides]]
+) -> tuple[_Sides, _Sides, list[str]]:
+    """Senders [layer, head, ..] and receivers [layer, kind, head, ..] in one pass over the layers; notes on broken tensors."""
     a = model.architecture
-    left = torch.empty(a.n_layers, a.n_heads, a.d_head, a.d_model)
-    right = torch.empty(a.n_layers, len(reads), a.n_heads, a.d_head, a.d_model)
+    left = _empty_sides(a.n_layers, a.n_heads, a.d_head, a.d_model)
+    right = _empty_sides(a.n_layers, len(reads), a.n_heads, a.d_head, a.d_model)
     broken: list[str] = []
     for i, layer in enumerate(model.layers()):
-        left[i] = write(layer)
+        sides = _LayerSides(layer)
+        sent = write(sides)
+        left.factors[i], left.norms[i] = sent.factors, sent.norms
         for j, read in enumerate(reads):
-            right[i, j] = read(layer)
-        if left[i, :, 0, 0].isnan().any() or right[i, :, :, 0, 0].isnan().any():
+            received = read(sides)
+            right.factors[i, j], right.norms[i, j] = received.factors, received.norms
+        if left.factors[i, :, 0, 0].isnan().any() or right.factors[i, :, :, 0, 0].isnan().any():
             broken += broken_tensors(model, layer)
     return left, right, broken
+
+
+def _empty_sides(*shape: int) -> _Sides:
+    """Room for sides whose factors are float32: rounding entries once costs a norm 1e-7."""
+    return _Sides(torch.empty(*shape), torch.empty(shape[:-2], dtype=torch.float64))
 
 
 def broken_tensors(model: Model, layer: Layer) -> list[str]:
@@ -364,16 +416,18 @@ def broken_tensors(model: Model, layer: Layer) -> list[str]:
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def _pairwise(
-    left: Float[Tensor, "layer head r d_model"],
-    right: Float[Tensor, "layer kind head r d_model"],
-    later_layers: bool,
-) -> Float[Tensor, "kind sender receiver"]:
-    """Energies of all pairs, or at least of those with the receiver in a later layer (few others are computed then)."""
-    n_layers, kinds, n_heads = right.shape[:3]
+def _pairwise(left: _Sides, right: _Sides, later_layers: bool) -> Float[Tensor, "kind sender receiver"]:
+    """Energies of all pairs, or at least of those with the receiver in a later layer (few others are computed then).
+
+    Args:
+        left: senders, [layer, head, ..].
+        right: receivers, [layer, kind, head, ..].
+        later_layers: whether a receiver must be in a later layer.
+    """
+    n_layers, kinds, n_heads = right.norms.shape
     wanted = [(slice(None), slice(None))]
     if later_layers:
-        size = -(-n_layers // _SENDER_GROUPS)
+        size = -(-_SENDERS // n_heads)
         wanted = [
             (
                 slice(start * n_heads, min(start + size, n_layers - 1) * n_heads),
@@ -381,7 +435,8 @@ def _pairwise(
             )
             for start in range(0, n_layers - 1, size)
         ]
-    energy = pairwise_energy(left.flatten(0, 1), right.flatten(0, 2), wanted)
+    sent, read = left.flatten(2), right.flatten(3)
+    energy = pairwise_energy(sent.factors, read.factors, wanted, (sent.norms, read.norms))
     return rearrange(energy, "s (layer kind head) -> kind s (layer head)", layer=n_layers, kind=kinds)
 
 
