@@ -12,12 +12,14 @@ take r^2 d. For heads, 2 r^2 / d times fewer: 11 at d = 768, r = 64. The [d, d] 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ov_circuits.linalg.products import times_transpose
+from ov_circuits.linalg.threads import side_by_side
 
 # Side of a tile of the [d, d] matrices: small, so that few float32 products are summed before float64 takes over.
 _TILE = 64
@@ -46,22 +48,32 @@ def pairwise_energy(
         a norm from float32 factors is right within 1e-6. A NaN stays in its row or column.
     """
     d = left.shape[-1]
-    total = left.new_zeros(left.shape[0], right.shape[0], dtype=torch.float64)
     edges = [slice(start, min(start + _TILE, d)) for start in range(0, d, _TILE)]
-    sent, read = (factor.new_empty(len(factor), _TILE * _TILE) for factor in (left, right))
-    for i, rows in enumerate(edges):
-        for columns in edges[i:]:
-            weight = 1.0 if columns is rows else 2.0  # the mirrored tile holds the same numbers
-            a, b = _tile(left, rows, columns, sent), _tile(right, rows, columns, read)
-            for senders, receivers in wanted:
-                total[senders, receivers] += weight * times_transpose(a[senders], b[receivers])
+    tiles = [(rows, columns) for i, rows in enumerate(edges) for columns in edges[i:]]
+    workers = torch.get_num_threads()
+    shares = [tiles[first::workers] for first in range(workers)]
+    total = torch.stack(list(side_by_side(partial(_over_tiles, left, right, wanted), shares))).sum(0)
     sent_norm, read_norm = norms or (gram_norm(left), gram_norm(right))
     _redo_cancelled(total, left, right, wanted, sent_norm.outer(read_norm))
     return total
 
 
+def _over_tiles(
+    left: Tensor, right: Tensor, wanted: Sequence[tuple[slice, slice]], tiles: Sequence[tuple[slice, slice]]
+) -> Tensor:
+    """The part of <P^T P, Q^T Q> that lies in some tiles and their mirrored ones, of the wanted pairs."""
+    total = left.new_zeros(len(left), len(right), dtype=torch.float64)
+    sent, read = (factor.new_empty(len(factor), _TILE * _TILE) for factor in (left, right))  # the same memory for all
+    for rows, columns in tiles:
+        a, b = _tile(left, rows, columns, sent), _tile(right, rows, columns, read)
+        weight = 1.0 if columns == rows else 2.0  # the mirrored tile holds the same numbers
+        for senders, receivers in wanted:
+            total[senders, receivers] += weight * times_transpose(a[senders], b[receivers])
+    return total
+
+
 def _tile(factor: Tensor, rows: slice, columns: slice, into: Tensor) -> Tensor:
-    """A tile of every P^T P, flattened, [n, rows * columns]; ``into`` is the memory that all tiles of a side share."""
+    """A tile of every P^T P, flattened, [n, rows * columns], made in the first columns of ``into``."""
     height, width = rows.stop - rows.start, columns.stop - columns.start
     tile = into[:, : height * width]
     return torch.bmm(factor[..., rows].mT, factor[..., columns], out=tile.view(-1, height, width)).flatten(1)
@@ -75,9 +87,13 @@ def _redo_cancelled(
     for senders, receivers in wanted:
         lost[senders, receivers] = True
     lost &= total * _CANCELLATION < sizes
-    for sender in lost.any(1).nonzero().flatten().tolist():
+
+    def redo(sender: int) -> None:
         for receivers in lost[sender].nonzero().flatten().split(32):
             total[sender, receivers] = (right[receivers].double() @ left[sender].mT.double()).square().sum((1, 2))
+
+    for _ in side_by_side(redo, lost.any(1).nonzero().flatten().tolist()):
+        pass
 
 
 def gram_norm(factor: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch"]:

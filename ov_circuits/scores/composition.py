@@ -43,6 +43,7 @@ from ov_circuits.linalg.nulls import (
     subspace_null,
 )
 from ov_circuits.linalg.pairwise import gram_root, pairwise_energy
+from ov_circuits.linalg.threads import side_by_side
 from ov_circuits.model import Head, Layer, Model
 
 Kind = Literal["Q", "K", "V"]
@@ -153,7 +154,9 @@ def composition(model: Model, kind: str = "K") -> pd.DataFrame:
 def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Composition]:
     """Composition of the given kinds as [sender, receiver] matrices; senders' products are shared by the kinds."""
     a = model.architecture
-    writes, reads, broken = _sides(model, _LayerSides.writer, [partial(_LayerSides.reader, kind=kind) for kind in kinds])
+    writes, reads, broken = _sides(
+        model, _LayerSides.writer, [partial(_LayerSides.reader, kind=kind) for kind in kinds]
+    )
     energy = _pairwise(writes, reads, later_layers=True)
     layers = torch.arange(a.n_layers).repeat_interleave(a.n_heads)
     later = layers[:, None] < layers[None]
@@ -304,6 +307,9 @@ class _Sides:
     factors: Tensor
     norms: Tensor
 
+    def __getitem__(self, layers: slice) -> _Sides:
+        return _Sides(self.factors[layers], self.norms[layers])
+
     def flatten(self, dims: int) -> _Sides:
         """The leading dimensions as one."""
         return _Sides(self.factors.flatten(0, dims - 1), self.norms.flatten())
@@ -382,17 +388,20 @@ def _sides(
     a = model.architecture
     left = _empty_sides(a.n_layers, a.n_heads, a.d_head, a.d_model)
     right = _empty_sides(a.n_layers, len(reads), a.n_heads, a.d_head, a.d_model)
-    broken: list[str] = []
-    for i, layer in enumerate(model.layers()):
+
+    def work(i: int) -> list[str]:
+        layer = model.layer(i)
         sides = _LayerSides(layer)
         sent = write(sides)
         left.factors[i], left.norms[i] = sent.factors, sent.norms
         for j, read in enumerate(reads):
             received = read(sides)
             right.factors[i, j], right.norms[i, j] = received.factors, received.norms
-        if left.factors[i, :, 0, 0].isnan().any() or right.factors[i, :, :, 0, 0].isnan().any():
-            broken += broken_tensors(model, layer)
-    return left, right, broken
+        sound = left.norms[i].isfinite().all() and right.norms[i].isfinite().all()
+        return [] if sound else broken_tensors(model, layer)
+
+    notes = side_by_side(work, range(a.n_layers))
+    return left, right, [note for of_layer in notes for note in of_layer]
 
 
 def _empty_sides(*shape: int) -> _Sides:
@@ -425,19 +434,23 @@ def _pairwise(left: _Sides, right: _Sides, later_layers: bool) -> Float[Tensor, 
         later_layers: whether a receiver must be in a later layer.
     """
     n_layers, kinds, n_heads = right.norms.shape
-    wanted = [(slice(None), slice(None))]
-    if later_layers:
-        size = -(-_SENDERS // n_heads)
-        wanted = [
-            (
-                slice(start * n_heads, min(start + size, n_layers - 1) * n_heads),
-                slice((start + 1) * kinds * n_heads, None),
-            )
-            for start in range(0, n_layers - 1, size)
-        ]
-    sent, read = left.flatten(2), right.flatten(3)
-    energy = pairwise_energy(sent.factors, read.factors, wanted, (sent.norms, read.norms))
-    return rearrange(energy, "s (layer kind head) -> kind s (layer head)", layer=n_layers, kind=kinds)
+    senders, receivers = slice(0, n_layers), slice(0, n_layers)
+    step = n_layers
+    if later_layers:  # the last layer has no receivers, the first no senders
+        senders, receivers = slice(0, n_layers - 1), slice(1, n_layers)
+        step = -(-_SENDERS // n_heads)
+    sent, read = left[senders].flatten(2), right[receivers].flatten(3)
+    wanted = [
+        (slice(layer * n_heads, (layer + step) * n_heads), slice(layer * kinds * n_heads, None))
+        for layer in range(0, senders.stop, step)
+    ]
+    energy = left.norms.new_zeros(n_layers, n_heads, n_layers, kinds, n_heads)
+    energy[senders, :, receivers] = (
+        pairwise_energy(sent.factors, read.factors, wanted, (sent.norms, read.norms))
+        .unflatten(0, (-1, n_heads))
+        .unflatten(2, (-1, kinds, n_heads))
+    )
+    return rearrange(energy, "s i r kind j -> kind (s i) (r j)")
 
 
 def _receivers(model: Model, sender: Head, receiver: str | None) -> list[Head]:
