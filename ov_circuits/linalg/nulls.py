@@ -16,12 +16,11 @@ projections of ranks p and q are the case tr G^2 = 1/p, tr H^2 = 1/q, with every
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -128,22 +127,6 @@ def benjamini_hochberg(p: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tenso
     if below.numel():
         flags[known] = tested <= ordered[below[-1]]
     return flags
-
-
-def permutation_null(
-    statistic: Callable[[Int[Tensor, " n"]], Tensor], n: int, samples: int = 200, seed: int = 0
-) -> Null:
-    """Mean and spread of ``statistic(order)`` over random orders of n things.
-
-    Args:
-        statistic: takes a permutation of 0 .. n-1, gives a number or a tensor of numbers.
-        n: how many things are permuted.
-        samples: how many permutations are drawn.
-        seed: of the generator.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.stack([statistic(torch.randperm(n, generator=generator)).double() for _ in range(samples)])
-    return Null(drawn.mean(0), drawn.std(0))
 
 
 def haar_corner(r: int, d: int, samples: int, rng: np.random.Generator) -> Float[Tensor, "samples r r"]:

@@ -118,11 +118,11 @@ def main() -> None:
         return work, f"{rival:.1f} s", f"{own:.2f} s", f"{rival / own:.1f}", target
 
     table(
-        f"Rank copying and suppression, k = 1, 5, 10, {len(rows)} heads of {model.name}",
+        f"Rank copying and suppression, k = 1, 5, 10, {len(rows)} heads of {model.name}, {options.threads} thread(s)",
         [
-            line("all heads of the sample", blocked, ours, "30"),
-            line(f"worst head, {worst.head}", worst.blocked, worst.pruned, "5"),
-            line("the sample, factors counted on both sides", blocked + factors, ours + factors, ""),
+            line(f"rank copying, every {options.every}th head", blocked, ours, "30"),
+            line(f"rank copying, worst head, {worst.head}", worst.blocked, worst.pruned, "5"),
+            line("rank copying, factors counted on both sides", blocked + factors, ours + factors, ""),
         ],
     )
     settled, wrong = sum(row.settled for row in rows), sum(row.wrong for row in rows)
