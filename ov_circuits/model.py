@@ -35,8 +35,9 @@ from ov_circuits.checkpoint.families import (
     family_of,
 )
 from ov_circuits.checkpoint.locate import Checkpoint
+from ov_circuits.checkpoint.lora import Adapter, Update
 from ov_circuits.checkpoint.mlp import Norm
-from ov_circuits.checkpoint.stores import ReadOnce, TensorStore
+from ov_circuits.checkpoint.stores import MemoryStore, ReadOnce, TensorStore
 from ov_circuits.checkpoint.tokenizer import MissingTokenizer, Tokenizer
 from ov_circuits.errors import CircuitsError
 from ov_circuits.folding import VIEW_NOTES, View, check_view, default_view, fold_reader, fold_reader_bias, fold_writer
@@ -277,6 +278,17 @@ class Model:
             return Grams(raw.read, write, cross)
         return Grams(_centre_both(raw.read), _centre_both(write), _centre_both(cross))
 
+    def ov_update(self, layer: int) -> LowRank:
+        """What a LoRA adapter adds to a layer's OV circuits, [n_heads, d_model, d_model] of rank at most 2 r.
+
+        ``(W_V + dV)(W_O + dO) - W_V W_O = dV (W_O + dO) + W_V dO``, dV and dO of rank r each, never formed.
+
+        Raises:
+            CircuitsError: the model has no adapter, or one that replaces weights as a whole.
+        """
+        self.layer(layer)  # that there is such a layer
+        return self._source.ov_update(operator.index(layer), self.view)
+
     def full_ov(self, layer: int) -> Sandwich:
         """A layer's full OV circuits W_E W_V W_O W_U, [n_heads, n_vocab, n_vocab], never formed."""
         return Sandwich(self.W_E, self.layer(layer).ov, self.W_U, self.grams)
@@ -385,6 +397,11 @@ class Head:
         return self._layer.ov[self.index]
 
     @property
+    def ov_update(self) -> LowRank:
+        """What a LoRA adapter adds to :attr:`ov`, [d_model, d_model] of rank at most 2 r; see :meth:`Model.ov_update`."""
+        return self.model.ov_update(self.layer)[self.index]
+
+    @property
     def qk(self) -> LowRank:
         """W_Q W_K^T times the score scale, [d_model, d_model]; rows are queries. For rotary models: at offset 0, one of many."""
         return self._layer.qk[self.index]
@@ -489,6 +506,56 @@ class Source:
         gain, bias = self._norm(name)
         return Norm(self.architecture.norm, gain, bias, self.architecture.norm_eps)
 
+    def ov_update(self, index: int, view: View) -> LowRank:
+        """See :meth:`Model.ov_update`."""
+        adapter, a = self.checkpoint.adapter, self.architecture
+        if adapter is None or self.base is None:
+            raise CircuitsError(
+                f"{self.checkpoint.name} has no adapter: open a base with one (adapter=) to see its update"
+            )
+        adapted, base = self.layer(index, view), self.base.layer(index, view)
+        gain, _ = self._norm(self.family.attention_norm.format(layer=index))
+        self._check_only_updated(adapter, index)
+
+        def factors(role: Role) -> tuple[Tensor, Tensor]:
+            """dV as [d_model, r] and [n_heads, r, d_head], or dO as [n_heads, d_head, r] and [r, d_model]."""
+            projection = self.family.projections[role]
+            module = projection.name.format(layer=index)
+            found = map(adapter.update, (module, f"{self.family.prefix}{module}"))
+            update = next((update for update in found if update is not None), None)
+            if update is None:
+                shape = self.store.shape(f"{module}.weight")
+                n_out, n_in = shape[::-1] if projection.stored_in_out else shape
+                update = Update(torch.zeros(0, n_in), torch.zeros(n_out, 0))
+            # The side that heads share stays; the other one is laid out as the weight itself, by the table.
+            shared, own = (update.B.T, update.A) if role == "O" else (update.A.T, update.B)
+            stored = own.T if projection.stored_in_out else own
+            laid_out = projection.weight(MemoryStore({f"{module}.weight": stored}), index)
+            if role == "O":
+                heads = rearrange(laid_out, "(head d_head) r -> head d_head r", head=a.n_heads)
+                return heads, fold_writer(shared, view)
+            heads = rearrange(laid_out, "r (head d_head) -> head r d_head", head=a.n_kv_heads)
+            return fold_reader(shared, gain, view), adapted.per_query_head(heads)
+
+        read, values = factors("V")
+        outputs, write = factors("O")
+        left = torch.cat([read.expand(a.n_heads, -1, -1), base.per_query_head(base.W_V) @ outputs], dim=-1)
+        right = torch.cat([values @ adapted.W_O, write.expand(a.n_heads, -1, -1)], dim=-2)
+        return LowRank(left, right)
+
+    @cached_property
+    def base(self) -> Source | None:
+        """The checkpoint that an adapter was put on."""
+        return None if self.checkpoint.base is None else Source(self.checkpoint.base)
+
+    def _check_only_updated(self, adapter: Adapter, index: int) -> None:
+        """Raise a CircuitsError if the adapter replaces as a whole what a layer's OV circuits are made of."""
+        modules = [self.family.projections[role].name.format(layer=index) for role in ("V", "O")]
+        modules.append(self.family.attention_norm.format(layer=index))
+        for name in adapter.replaced():
+            if name.removeprefix(self.family.prefix) in {f"{module}.weight" for module in modules}:
+                raise CircuitsError(f"the adapter replaces {name} as a whole: its change of OV has no low rank")
+
     def _norm(self, name: str) -> tuple[Tensor, Tensor | None]:
         """A norm's gain and, where it has one, its bias."""
         bias = f"{name}.bias"
@@ -582,7 +649,7 @@ class Source:
     def tokenizer(self) -> Tokenizer:
         if self._bridge_tokenizer is not None:
             return Tokenizer.of_transformers(self._bridge_tokenizer, self.checkpoint.config)
-        return Tokenizer.open(self.checkpoint.folder, self.checkpoint.gguf, self.checkpoint.config)
+        return Tokenizer.open(self.checkpoint.folder, self.checkpoint.tokenizer_file, self.checkpoint.config)
 
     @cached_property
     def has_tokenizer(self) -> bool:
@@ -610,15 +677,23 @@ def _parse_label(label: str | int | tuple[int, int], head: int | None) -> tuple[
     return layer, index
 
 
-def load(x: Any = None, *, view: str | None = None, revision: str | None = None) -> Model:
+def load(
+    x: Any = None,
+    *,
+    view: str | None = None,
+    revision: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+) -> Model:
     """Open a checkpoint. Only headers are read: milliseconds, no weight memory.
 
     Args:
-        x: nothing (the model that comes with the package), a folder, a ``.safetensors``, ``.bin`` or ``.gguf`` file,
-            ``"smollm2"`` (after ``ov-circuits fetch smollm2``), a hub name such as ``"gpt2"``, or a TransformerLens
-            ``TransformerBridge`` in memory, whose weights are used without a copy.
+        x: nothing (the model that comes with the package), a folder, a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or
+            ``.gguf`` file, ``"smollm2"`` (after ``ov-circuits fetch smollm2``), a hub name such as ``"gpt2"`` or
+            ``"gpt2@main"``, or a TransformerLens ``TransformerBridge`` in memory, whose weights are used without a copy.
         view: weight view; by default ``centred`` for LayerNorm and ``folded`` for RMSNorm models.
         revision: branch, tag or commit of a hub model.
+        adapter: a folder with a LoRA adapter of PEFT, put on top of it. Such a folder may also be ``x``; then its own
+            config says which base it belongs to.
 
     Raises:
         CircuitsError: nothing is there, or it is not a GPT-2 or Llama-style checkpoint.
@@ -631,8 +706,10 @@ def load(x: Any = None, *, view: str | None = None, revision: str | None = None)
             f"cannot open a {type(x).__name__}: give a name, a path or a TransformerBridge, or nothing for the embedded model"
         )
     if is_bridge(x):
+        if adapter is not None:
+            raise CircuitsError("an adapter is put on a checkpoint by name or path, not on a TransformerBridge")
         source = Source(from_bridge(x), bridge=x)
     else:
-        source = Source(open_checkpoint(x, revision))
+        source = Source(open_checkpoint(x, revision, adapter))
     chosen = default_view(source.architecture) if view is None else check_view(view, source.architecture)
     return Model(source, chosen)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ov_circuits.checkpoint.families import family_of
-from ov_circuits.checkpoint.gguf_store import GGUFStore
+from ov_circuits.checkpoint.gguf_store import open_gguf
 from ov_circuits.checkpoint.locate import cache_folder
 from ov_circuits.checkpoint.safetensors_out import write_float32
 from ov_circuits.errors import CircuitsError
@@ -82,8 +82,8 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str], None]) -> N
     Raises:
         CircuitsError: the file is no Llama-style GGUF, lacks a tensor, or its tokenizer cannot be read.
     """
-    store = GGUFStore(gguf)
-    config = hugging_face_config(store.config)
+    opened = open_gguf(gguf)
+    store, config = opened.store, hugging_face_config(opened.config)
     progress(f"dequantising {len(store.names())} tensors ({store.n_parameters * 4 / 1e9:.2f} GB as float32)")
     shapes = {name: store.shape(name) for name in store.names()}
     metadata = {"format": "pt", "license": _LICENCE, "source": f"{_REQUIREMENT}, {gguf.name}"}

@@ -11,19 +11,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ov_circuits.checkpoint.foreign import Foreign
+from ov_circuits.checkpoint.lora import Adapter, is_adapter
 from ov_circuits.checkpoint.stores import (
+    MemoryStore,
     SafetensorsStore,
     TensorStore,
     TorchStore,
     exists,
     is_file,
+    is_torch,
+    load_torch,
     read_json,
     read_shard_index,
-    shard_names,
+    state_dict,
 )
 from ov_circuits.errors import CircuitsError
 
@@ -33,6 +38,8 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+# What else makes a folder a checkpoint, by the programs that wrote it.
+_FOREIGN = ("adapter_config.json", "ckpt.pt", "consolidated.*", "mp_rank_*", "latest_checkpointed_iteration.txt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -46,8 +53,11 @@ class Checkpoint:
         where: the file or folder, for messages.
         config: the content of config.json (or what a GGUF file's metadata says, under the same keys).
         store: the tensors, under the names of the file.
-        folder: the folder that transformers can open, when there is one.
-        gguf: the GGUF file, when it is one.
+        folder: the folder in which a tokenizer may lie.
+        tokenizer_file: the file that holds the vocabulary, where it is none of Hugging Face's.
+        others: files it was read from besides the tensors' and Hugging Face's own.
+        base: the checkpoint that the adapter was put on; None without one.
+        adapter: the LoRA adapter whose updates are in the tensors.
         cannot_run: why no prompt can be run on it, when something in the file is known not to carry over.
     """
 
@@ -56,28 +66,65 @@ class Checkpoint:
     config: dict[str, Any]
     store: TensorStore = field(repr=False)
     folder: Path | None = None
-    gguf: Path | None = None
+    tokenizer_file: Path | None = None
+    others: tuple[Path, ...] = ()
+    base: Checkpoint | None = None
+    adapter: Adapter | None = None
     cannot_run: str | None = None
 
     def files(self) -> set[Path]:
         """The files that it is made of: nothing may be written over them."""
-        found = {Path(self.store.origin(name)) for name in self.store.names()}
+        found = {Path(self.store.origin(name)) for name in self.store.names()} | {*self.others}
+        if self.tokenizer_file is not None:
+            found.add(self.tokenizer_file)
         if self.folder is not None:
             names = ("config.json", "generation_config.json", *WEIGHT_FILES, *_TOKENIZER_FILES)
             found |= {self.folder / name for name in names}
         return found
 
 
-def open_checkpoint(name: str | os.PathLike[str] | None = None, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    name: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
     """Open a checkpoint by name or path; only headers are read.
 
     Args:
         name: see the module's text. None opens the embedded default.
-        revision: a branch, tag or commit on the hub; refused for paths.
+        revision: a branch, tag or commit on the hub, which may also stand in the name (``gpt2@main``); refused for paths.
+        adapter: a folder with a LoRA adapter, put on top of it.
 
     Raises:
         CircuitsError: nothing is there, or what is there cannot be read.
     """
+    opened = _open_named(name, revision)
+    if adapter is None:
+        return opened
+    if opened.base is not None:
+        raise CircuitsError(f"{opened.where} is an adapter itself: name its base, or leave the other adapter out")
+    return adapted(opened, Adapter(user_path(adapter)))
+
+
+def adapted(base: Checkpoint, adapter: Adapter) -> Checkpoint:
+    """A checkpoint with a LoRA adapter on top.
+
+    Raises:
+        CircuitsError: the adapter was made for another model.
+    """
+    folder = adapter.folder
+    return replace(
+        base,
+        name=f"{base.name} + {folder.resolve().name}",
+        store=adapter.adapt(base.store, base.config, base.where),
+        folder=folder if is_file(folder / "tokenizer.json") else base.folder,
+        others=(*base.others, *adapter.files, *base.files()),
+        base=base,
+        adapter=adapter,
+    )
+
+
+def _open_named(name: str | os.PathLike[str] | None, revision: str | None) -> Checkpoint:
     if name is None:
         return open_path(embedded_model(), name="embedded")
     if not os.fspath(name):
@@ -92,9 +139,21 @@ def open_checkpoint(name: str | os.PathLike[str] | None = None, revision: str | 
         return open_path(path)
     if name == "smollm2":
         return open_path(_fetched("smollm2"), name="smollm2")
-    if not _HUB_NAME.fullmatch(str(name)):
-        raise CircuitsError(f"{name!r} is neither a path that exists nor a hub name such as 'gpt2' or 'org/model'")
-    return open_path(_hub_folder(str(name), revision), name=str(name))
+    repo, _, named = str(name).partition("@")
+    if not _HUB_NAME.fullmatch(repo) or (named and revision not in (None, named)) or "@" in str(name)[-1:]:
+        raise CircuitsError(
+            f"{name!r} is neither a path that exists nor a hub name such as 'gpt2', 'org/model' or 'gpt2@main'"
+        )
+    return _open_hub(repo, revision or named or None, str(name))
+
+
+def _open_hub(repo: str, revision: str | None, name: str, *, cache_only: bool = False) -> Checkpoint:
+    from ov_circuits.checkpoint.hub import hub_model
+
+    found = hub_model(repo, revision, WEIGHT_FILES, _TOKENIZER_FILES, cache_only=cache_only)
+    if found.shards is None:
+        return open_path(found.folder, name=name)
+    return Checkpoint(name, str(found.folder), read_config(found.folder), found.shards, folder=found.folder)
 
 
 def open_path(path: Path, name: str | None = None) -> Checkpoint:
@@ -111,9 +170,46 @@ def open_path(path: Path, name: str | None = None) -> Checkpoint:
         raise CircuitsError(
             f"{path} is no regular file (a pipe, socket or device): copy the checkpoint into a file first"
         )
+    called = name or path.resolve().name
+    if not has_weights(path):
+        if is_adapter(path):
+            return _open_adapter(path)
+        foreign = _open_foreign_folder(path, called)
+        if foreign is not None:
+            return foreign
     files, opener = _weight_files(path)
     config = read_config(path)
-    return Checkpoint(name or path.resolve().name, str(path), config, opener(files), folder=path)
+    return Checkpoint(called, str(path), config, opener(files), folder=path)
+
+
+def _open_adapter(folder: Path) -> Checkpoint:
+    """An adapter's folder: its base is a path, or a hub model in the cache (a path never touches the network)."""
+    adapter = Adapter(folder)
+    if adapter.base is None:
+        raise CircuitsError(
+            f"{folder} holds an adapter that names no base model: give the base, and this folder as its adapter"
+        )
+    beside = folder / user_path(adapter.base)
+    base = user_path(adapter.base) if exists(user_path(adapter.base)) else beside
+    if exists(base):
+        if is_adapter(base) and not has_weights(base):
+            raise CircuitsError(f"{folder} names {base} as its base model, which is an adapter itself: give the base")
+        return adapted(open_path(base), adapter)
+    if not _HUB_NAME.fullmatch(adapter.base):
+        raise CircuitsError(
+            f"{folder} names the base model {adapter.base!r}, which is not there: give the base by its path"
+        )
+    try:
+        return adapted(_open_hub(adapter.base, adapter.revision, adapter.base, cache_only=True), adapter)
+    except CircuitsError as error:
+        raise CircuitsError(
+            f"{folder} names the base model {adapter.base!r}, and {error}; or open the base with this folder as its adapter"
+        ) from error
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether Hugging Face's own weight files lie in a folder."""
+    return any(is_file(folder / name) for name in WEIGHT_FILES)
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:
@@ -185,15 +281,71 @@ def _looks_like_path(name: str) -> bool:
 def _open_file(file: Path, name: str | None) -> Checkpoint:
     name = name or file.stem
     if file.suffix == ".gguf":
-        from ov_circuits.checkpoint.gguf_store import GGUFStore
+        from ov_circuits.checkpoint.gguf_store import open_gguf
 
-        store = GGUFStore(file)
-        return Checkpoint(name, str(file), store.config, store, gguf=file, cannot_run=store.cannot_run)
+        return _foreign(open_gguf(file), name, file)
     if file.suffix == ".safetensors":
         return Checkpoint(name, str(file), read_config(file.parent), SafetensorsStore([file]), folder=file.parent)
     if file.suffix in (".bin", ".pt", ".pth"):
-        return Checkpoint(name, str(file), read_config(file.parent), TorchStore([file]), folder=file.parent)
-    raise CircuitsError(f"{file} is not a checkpoint this package reads: .safetensors, .gguf, .bin, or a folder")
+        return _open_torch_file(file, name)
+    if file.name == "config.json":
+        raise CircuitsError(
+            f"{file} is a config without weights: name its folder {file.parent}, which must hold them; "
+            "a config alone is enough for `ov-circuits inspect`"
+        )
+    raise CircuitsError(
+        f"{file} is not a checkpoint this package reads: .safetensors, .gguf, .bin, .pt, .pth, or a folder"
+    )
+
+
+def _open_torch_file(file: Path, name: str) -> Checkpoint:
+    """A ``.bin``, ``.pt`` or ``.pth`` file: whose it is, its content says."""
+    from ov_circuits.checkpoint import llama2c, meta_llama, nanogpt
+
+    if meta_llama.shard_files(file.parent)[:1] == [file] and is_file(file.parent / "params.json"):
+        return _foreign(meta_llama.open_meta(file.parent), name, file)
+    if not is_torch(file) and llama2c.is_llama2c(file):
+        return _foreign(llama2c.open_llama2c(file), name, file)
+    loaded = load_torch(file)
+    if nanogpt.is_nanogpt(loaded):
+        training = meta_llama.is_llama2c_training(loaded)
+        opener = meta_llama.open_llama2c_training if training else nanogpt.open_nanogpt
+        return _foreign(opener(loaded, file), name, file)
+    beside = file.parent / "config.json"
+    if nanogpt.is_mingpt(loaded):
+        settings = read_json(beside).get("model") if is_file(beside) else None
+        return _foreign(nanogpt.open_mingpt(loaded, settings, file), name, file)
+    config = read_config(file.parent)
+    return Checkpoint(name, str(file), config, MemoryStore(state_dict(loaded, file), str(file)), folder=file.parent)
+
+
+def _foreign(opened: Foreign, name: str, where: Path) -> Checkpoint:
+    """A checkpoint of another program; a Hugging Face tokenizer beside it is taken where it has none of its own."""
+    folder = where if where.is_dir() else where.parent
+    return Checkpoint(
+        name,
+        str(where),
+        opened.config,
+        opened.store,
+        folder=folder,
+        tokenizer_file=None if is_file(folder / "tokenizer.json") else opened.tokenizer,
+        cannot_run=opened.cannot_run,
+        others=opened.files,
+    )
+
+
+def _open_foreign_folder(folder: Path, name: str) -> Checkpoint | None:
+    """A folder that another program wrote; None when it is none."""
+    from ov_circuits.checkpoint import megatron, meta_llama
+
+    if meta_llama.shard_files(folder):
+        return _foreign(meta_llama.open_meta(folder), name, folder)
+    ranks = megatron.rank_folder(folder)
+    if ranks is not None:
+        return _foreign(megatron.open_megatron(ranks), name, folder)
+    if is_file(folder / "ckpt.pt"):
+        return replace(_open_torch_file(folder / "ckpt.pt", name), where=str(folder))
+    return None
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], Callable[[list[Path]], TensorStore]]:
@@ -206,67 +358,4 @@ def _weight_files(folder: Path) -> tuple[list[Path], Callable[[list[Path]], Tens
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         raise CircuitsError(f"{folder} holds GGUF files; name one of them, for example {ggufs[0]}")
-    raise CircuitsError(f"{folder} holds no weights: none of {', '.join(WEIGHT_FILES)} is there")
-
-
-def _hub_folder(repo: str, revision: str | None) -> Path:
-    """The snapshot folder of a hub model: config, tokenizer and the first kind of weight file it has."""
-    from huggingface_hub import constants
-
-    try:
-        return _download(repo, revision, local_files_only=True)
-    except _NotFound as missing:
-        if constants.HF_HUB_OFFLINE:
-            raise CircuitsError(
-                f"{repo} is not complete in the Hugging Face cache ({missing}) and offline mode is on "
-                "(HF_HUB_OFFLINE): fetch it where there is a network, or name a folder"
-            ) from missing
-    try:
-        return _download(repo, revision, local_files_only=False)
-    except _NotFound as missing:
-        raise CircuitsError(
-            f"{repo} could not be had from the Hugging Face hub ({missing}). "
-            "Check the name and the network, or name a folder that holds the checkpoint"
-        ) from missing
-
-
-class _NotFound(Exception):
-    """A file of a hub model is in reach neither here nor there; the text says which and why."""
-
-
-def _download(repo: str, revision: str | None, *, local_files_only: bool) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    def get(name: str) -> Path | None:
-        try:
-            if local_files_only:
-                # hf_hub_download(local_files_only=True) would ask the hub who is calling before it looks into the cache.
-                cached = try_to_load_from_cache(repo, name, revision=revision)
-                return Path(cached) if isinstance(cached, str) else None
-            return Path(hf_hub_download(repo, name, revision=revision))
-        except LocalEntryNotFoundError as error:
-            raise _NotFound(f"no connection: {_first_line(error)}") from error
-        except EntryNotFoundError:
-            return None
-        except Exception as error:  # which HTTP library fails, and how, is huggingface_hub's own affair
-            raise _NotFound(_first_line(error)) from error
-
-    config = get("config.json")
-    if config is None:
-        raise _NotFound("config.json is not there")
-    weights = next((file for file in map(get, WEIGHT_FILES) if file is not None), None)
-    if weights is None:
-        raise _NotFound("no weight file is there")
-    if weights.name.endswith(".json"):
-        for shard in shard_names(weights):
-            if get(shard) is None:
-                raise _NotFound(f"the shard {shard} is not there")
-    for name in _TOKENIZER_FILES:
-        get(name)
-    return config.parent
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    raise CircuitsError(f"{folder} holds no weights: none of {', '.join((*WEIGHT_FILES, *_FOREIGN))} is there")

@@ -13,7 +13,8 @@ import pickle
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ class TorchStore(TensorStore):
         self._tensors: dict[str, Tensor] = {}
         self._files: dict[str, Path] = {}
         for file in files:
-            for name, tensor in _load_pickle(file).items():
+            for name, tensor in state_dict(load_torch(file), file).items():
                 if name in self._tensors:
                     raise CircuitsError(
                         f"tensor {name} is in both {self._files[name]} and {file}: "
@@ -160,12 +161,24 @@ class TorchStore(TensorStore):
         return self._tensors[name]
 
 
-def _load_pickle(file: Path) -> dict[str, Tensor]:
+def load_torch(file: Path, allowed: Sequence[Any] = ()) -> Any:
+    """What a torch file holds, its tensors memory mapped. Only tensors and plain containers are built: no code runs.
+
+    Args:
+        file: a zip archive, or a pickle from before torch 1.6.
+        allowed: further classes that may be built; each must do nothing but hold data.
+
+    Raises:
+        CircuitsError: it is damaged, unpacks into more than it is, or holds something else.
+    """
     try:
+        if not is_torch(file):
+            raise ValueError("it does not begin as one")
         _check_archive(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of its own TypedStorage while reading old files
-            loaded = _torch_load(file)
+            with torch.serialization.safe_globals(list(allowed)):
+                return _torch_load(file)
     except CircuitsError:
         raise
     # A damaged pickle sends its reader anywhere: IndexError, AssertionError, MemoryError, struct.error have been seen.
@@ -179,12 +192,27 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
         raise CircuitsError(
             f"{file} is not a readable torch checkpoint ({reason}): copy or download it again"
         ) from error
+
+
+def state_dict(loaded: Any, file: Path) -> dict[str, Tensor]:
+    """The tensors of a dictionary that a torch file holds; other values in it are left out.
+
+    Raises:
+        CircuitsError: it is no dictionary, or a tensor in it is no plain array.
+    """
     if not isinstance(loaded, Mapping):
         raise CircuitsError(f"{file} holds a {type(loaded).__name__}, not a dictionary of tensors")
     tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         _check_plain(name, tensor, file)
     return tensors
+
+
+def is_torch(file: Path) -> bool:
+    """Whether a file begins as torch writes them: a zip archive, or a pickle from before torch 1.6."""
+    with file.open("rb") as opened:
+        start = opened.read(2)
+    return start == b"PK" or start[:1] == b"\x80"
 
 
 def _check_archive(file: Path) -> None:
@@ -256,6 +284,58 @@ class MemoryStore(TensorStore):
         return self._tensors[name]
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A tensor that is made when it is read: transposed, joined, dequantised, .. from what a file holds.
+
+    Attributes:
+        shape: what ``make`` gives.
+        dtype: the stored type, as the file names it.
+        origin: the file, for messages.
+        make: reads and makes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    origin: str
+    make: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, store: TensorStore, name: str) -> Recipe:
+        """A stored tensor as it is."""
+        return cls(store.shape(name), store.dtype(name), store.origin(name), lambda: store._read(name))
+
+    def then(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Recipe:
+        """The same, changed; with another shape where that changes too."""
+        return replace(self, shape=self.shape if shape is None else shape, make=lambda: change(self.make()))
+
+    def transposed(self) -> Recipe:
+        """A matrix on its other side."""
+        return self.then(lambda matrix: matrix.mT, self.shape[::-1])
+
+
+class RecipeStore(TensorStore):
+    """Tensors that are made when they are read."""
+
+    def __init__(self, recipes: Mapping[str, Recipe]) -> None:
+        self._recipes = dict(recipes)
+
+    def names(self) -> Sequence[str]:
+        return list(self._recipes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._recipes[name].shape
+
+    def dtype(self, name: str) -> str:
+        return self._recipes[name].dtype
+
+    def origin(self, name: str) -> str:
+        return self._recipes[name].origin
+
+    def _read(self, name: str) -> Tensor:
+        return self._recipes[name].make()
+
+
 class RenamedStore(TensorStore):
     """A store under other names: a common prefix (``transformer.``) taken off, aliases given, everything else hidden."""
 
@@ -324,14 +404,22 @@ def shard_names(index: Path) -> list[str]:
     Raises:
         CircuitsError: the index is no valid JSON, or names a file outside its folder.
     """
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    return sorted(set(weight_map(index).values()))
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> shard, as a ``*.index.json`` says.
+
+    Raises:
+        CircuitsError: the index is no valid JSON, or names a file outside its folder.
+    """
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
         raise CircuitsError(f"{index} has no weight_map: it is not the index of a sharded checkpoint")
-    names = sorted({str(value) for value in weight_map.values()})
-    for name in names:
+    for name in sorted({str(value) for value in found.values()}):
         if Path(name).name != name or name == "..":
             raise CircuitsError(f"{index} names the shard {name!r}, which is not a file beside it: refused")
-    return names
+    return {str(tensor): str(shard) for tensor, shard in found.items()}
 
 
 def exists(path: Path) -> bool:

@@ -55,15 +55,15 @@ class Tokenizer:
         self.bos_id = bos_id if known else None
 
     @classmethod
-    def open(cls, folder: Path | None, gguf: Path | None, config: Mapping[str, Any]) -> Tokenizer:
-        """The tokenizer of a checkpoint.
+    def open(cls, folder: Path | None, vocabulary: Path | None, config: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer of a checkpoint: in a file of its own kind (``vocabulary``), or Hugging Face's in its folder.
 
         Raises:
             MissingTokenizer: there is none.
             CircuitsError: it cannot be read.
         """
-        if gguf is not None:
-            return cls.of_transformers(_gguf_tokenizer(gguf), config)
+        if vocabulary is not None:
+            return cls._of_file(vocabulary, config)
         if folder is None:
             raise MissingTokenizer("this checkpoint is in memory and came without a tokenizer: use token ids")
         file = folder / "tokenizer.json"
@@ -74,6 +74,15 @@ class Tokenizer:
         raise MissingTokenizer(
             f"{folder} has no tokenizer (no tokenizer.json): use token ids, or copy the tokenizer there"
         )
+
+    @classmethod
+    def _of_file(cls, vocabulary: Path, config: Mapping[str, Any]) -> Tokenizer:
+        if vocabulary.suffix == ".gguf":
+            return cls.of_transformers(_gguf_tokenizer(vocabulary), config)
+        from ov_circuits.checkpoint import vocabularies
+
+        read = vocabularies.read_llama2c if vocabulary.suffix == ".bin" else vocabularies.read_tokenizer_model
+        return cls(read(vocabulary), bos_in_vocabulary(config.get("bos_token_id"), config))
 
     @classmethod
     def of_transformers(cls, tokenizer: Any, config: Mapping[str, Any]) -> Tokenizer:
