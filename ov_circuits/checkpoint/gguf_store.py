@@ -232,10 +232,11 @@ def _finish_neox(config: Config, metadata: _Metadata) -> None:
 
 
 def _finish_falcon(config: Config, metadata: _Metadata) -> None:
-    # The new layout (Falcon 40B) has groups and two norms side by side; the old one (7B) a single key/value head and one norm.
+    # The new layout (Falcon 40B) has groups and mostly two norms side by side; the old one (7B) one key/value head and one norm.
     groups = config.pop("num_key_value_heads", 1)
-    new = groups > 1 and metadata.has("blk.0.attn_norm_2.weight")
-    config |= {"new_decoder_architecture": new, "multi_query": groups == 1, "num_kv_heads": groups}
+    config |= {"new_decoder_architecture": groups > 1, "multi_query": groups == 1, "num_kv_heads": groups}
+    if groups > 1:
+        config["num_ln_in_parallel_attn"] = 2 if metadata.has("blk.0.attn_norm_2.weight") else 1
 
 
 def _finish_granite(config: Config, metadata: _Metadata) -> None:
@@ -526,6 +527,8 @@ def _config(kind: _Kind, metadata: _Metadata) -> Config:
 def _recipes(kind: _Kind, config: Config, metadata: _Metadata) -> dict[str, Recipe]:
     """Every tensor that has a name of Hugging Face's."""
     names = _names(kind, metadata.architecture)
+    if config.get("num_ln_in_parallel_attn") == 2:
+        names["blk.0.attn_norm"] = "transformer.h.0.ln_mlp"
     recipes: dict[str, Recipe] = {}
     for name, tensor in metadata.tensors.items():
         stem, dot, suffix = name.rpartition(".")

@@ -111,11 +111,11 @@ def _legacy(start: bytes) -> _Header:
 def _versioned(start: bytes, file: Path) -> _Header:
     if len(start) < _HEADER:
         raise CircuitsError(f"{file} ends within its header: copy it again")
-    version, *numbers, shared = struct.unpack("<i7iB", start[4:37])
+    version, dim, d_mlp, layers, heads, kv, vocab, ctx, shared = struct.unpack("<i7iB", start[4:37])
     if version not in (1, 2):
         raise CircuitsError(f"{file} is a llama2.c checkpoint of version {version}; versions 0, 1 and 2 are read")
     (group,) = struct.unpack("<i", start[37:41]) if version == 2 else (0,)
-    header = _Header(*numbers, version, bool(shared), group)
+    header = _Header(dim, d_mlp, layers, heads, kv, vocab, ctx, version, bool(shared), group)
     if version == 2 and group < 1:
         raise CircuitsError(f"{file} says that {group} numbers share a scale: the header is damaged, copy it again")
     return header
