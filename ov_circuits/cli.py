@@ -133,7 +133,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="[MODEL]",
         show_default=False,
-        help="A folder, a .safetensors, .bin or .gguf file, smollm2, or a hub name such as gpt2. "
+        help="A folder, a .safetensors, .bin, .pt, .pth or .gguf file, smollm2, or a hub name: gpt2, gpt2@main. "
         "Left out (or '-', or 'embedded'): the model that comes with the package.",
     ),
 ]
@@ -148,6 +148,10 @@ ViewOption = Annotated[
 ]
 RevisionOption = Annotated[
     str | None, typer.Option("--revision", show_default=False, help="Branch, tag or commit of a hub model.")
+]
+AdapterOption = Annotated[
+    Path | None,
+    typer.Option("--adapter", show_default=False, help="A folder with a LoRA adapter, put on top of the model."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else there.")]
 TableOption = Annotated[
@@ -205,6 +209,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
     view: ViewOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
 ) -> None:
     """A page about every head: one file that works without a network."""
     from ov_circuits.report.payload import dashboard
@@ -212,7 +217,7 @@ def report(
 
     if output.suffix.lower() not in (".html", ".htm"):
         raise CircuitsError(f"cannot write {output}: a page's name ends in .html")
-    opened = _open(model, view, revision)
+    opened = _open(model, view, revision, adapter)
     chosen, other = (None if word is None else token_id(opened, _word(word, ids)) for word in (answer, against))
     with _target(output, opened) as file:
         assert file is not None
@@ -263,13 +268,14 @@ def heads(
     output: TableOption = None,
     view: ViewOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The scoreboard: one row a head, from the weights alone."""
     from ov_circuits.report.tables import to_json
     from ov_circuits.scores.board import scoreboard
 
-    opened = _open(model, view, revision)
+    opened = _open(model, view, revision, adapter)
     every = scores is not None and scores.strip() == "all"
     names = None if scores is None or every else [part.strip() for part in scores.split(",") if part.strip()]
     if names == []:
@@ -298,11 +304,12 @@ def head(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens at each end of a direction.")] = 6,
     view: ViewOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """One head: shapes, scores, singular values, and the tokens its singular directions read and write."""
     name, label = _model_and("HEAD", arguments)
-    opened = _open(name, view, revision)
+    opened = _open(name, view, revision, adapter)
     found = opened.head(label)
     facts = head_facts(found, directions, tokens)
     if as_json:
@@ -323,13 +330,14 @@ def paths(
     output: TableOption = None,
     view: ViewOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Composition: which later heads read what an earlier head writes. A file gets every pair, the screen the strongest."""
     from ov_circuits.report.tables import to_json
     from ov_circuits.scores.composition import composition, strongest
 
-    opened = _open(model, view, revision)
+    opened = _open(model, view, revision, adapter)
     with _table(output, opened) as write:
         frame = composition(opened, kind)
         write(frame)
@@ -358,6 +366,7 @@ def pairs(
     output: TableOption = None,
     view: ViewOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The strongest token pairs of a head, exact over the whole vocabulary: what it writes for what, or attends to from what."""
@@ -368,7 +377,7 @@ def pairs(
     if circuit not in ("ov", "qk"):
         raise CircuitsError(f"there is no circuit {circuit!r}: choose ov (token to output) or qk (query to key)")
     name, label = _model_and("HEAD", arguments)
-    opened = _open(name, view, revision)
+    opened = _open(name, view, revision, adapter)
     with _table(output, opened) as write:
         if circuit == "ov":
             frame = strongest_token_pairs(opened, label, top)
@@ -435,6 +444,7 @@ def attribute(
     top: Annotated[int, typer.Option("--top", min=1, help="Heads to list.")] = 10,
     output: TableOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """What every head adds to an answer's logit directly: an account that closes."""
@@ -442,7 +452,7 @@ def attribute(
     from ov_circuits.words import token_id
 
     name, prompt = _model_and("PROMPT", arguments)
-    opened = _open(name, None, revision)
+    opened = _open(name, None, revision, adapter)
     # Before the model is built and run.
     chosen, other = (None if word is None else token_id(opened, _word(word, ids)) for word in (answer, against))
     assert chosen is not None
@@ -466,7 +476,12 @@ def attribute(
 @app.command(
     epilog=_examples("ov-circuits inspect gpt2", "ov-circuits inspect Meta-Llama-3-8B/config.json --json"),
 )
-def inspect(model: ModelArgument = None, revision: RevisionOption = None, as_json: JsonOption = False) -> None:
+def inspect(
+    model: ModelArgument = None,
+    revision: RevisionOption = None,
+    adapter: AdapterOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Architecture, shapes, and how much of the model is W_O. A config.json alone is enough."""
     from ov_circuits.checkpoint.census import census, config_alone
     from ov_circuits.checkpoint.locate import user_path
@@ -477,7 +492,7 @@ def inspect(model: ModelArgument = None, revision: RevisionOption = None, as_jso
         found, stored = census(config, str(name)), None
         label = str(name)
     else:
-        opened = _open(model, None, revision)
+        opened = _open(model, None, revision, adapter)
         found, stored = census(opened.source.checkpoint.config, opened.source.checkpoint.where), opened
         label = opened.name
     facts = checkpoint_facts(label, found, stored)
@@ -500,6 +515,7 @@ def split(
     ] = None,
     view: Annotated[str, typer.Option("--view", metavar="VIEW", help="raw, folded or centred.")] = "raw",
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
 ) -> None:
     """Write W_O as one block a head: blocks.{layer}.attn.W_O of shape (n_heads, d_head, d_model)."""
     from ov_circuits.checkpoint.safetensors_out import write_float32
@@ -507,7 +523,7 @@ def split(
 
     if output.suffix != ".safetensors":
         raise CircuitsError(f"cannot write {output}: blocks are written as .safetensors; end the name so")
-    opened = _open(model, view, revision)
+    opened = _open(model, view, revision, adapter)
     a = opened.architecture
     chosen = _layers(layers, opened)
     names = {f"blocks.{layer}.attn.W_O": layer for layer in chosen}
@@ -528,12 +544,13 @@ def verify(
     prompt: PromptOption = None,
     ids: IdsOption = False,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check on this very checkpoint that heads sum to the model's own attention. Exit code 1 when a check fails."""
     from ov_circuits.certificate import verify as run_checks
 
-    opened = _open(model, None, revision)
+    opened = _open(model, None, revision, adapter)
     text = None if prompt is None else _prompt(prompt, ids)
     note("running the model on a probe" if opened.can_run else "no prompt can be run: checking weights only")
     certificate = run_checks(opened, text)
@@ -567,13 +584,13 @@ def _name(model: str | None) -> str | None:
     return None if model is None or model in _EMBEDDED else model
 
 
-def _open(model: str | None, view: str | None, revision: str | None) -> Model:
+def _open(model: str | None, view: str | None, revision: str | None, adapter: Path | None) -> Model:
     from ov_circuits.model import load
 
     name = _name(model)
     if name == "":
         raise CircuitsError("the model's name is empty: leave it out for the model that comes with the package")
-    opened = load(name, view=view, revision=revision)
+    opened = load(name, view=view, revision=revision, adapter=adapter)
     _silence_loading_bars()
     return opened
 

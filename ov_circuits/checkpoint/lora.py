@@ -124,10 +124,7 @@ class Adapter:
         family = family_of(config, where)
         names = {name.removeprefix(family.prefix): name for name in base.names()}
         recipes = {name: Recipe.of(base, name) for name in base.names()}
-        for module in self._factors:
-            name = self._target(names, f"{module}.weight", family)
-            turned = "embedding" in self._factors[module] or _stored_in_out(family, module)
-            recipes[name] = self._added(recipes[name], module, turned)
+        # First what is replaced: PEFT saves an adapted embedding's base along with its factors.
         for tensor in self._replaced:
             name = self._target(names, tensor, family, missing=f"{family.unembed}.weight")
             new = Recipe.of(self._store, self._replaced[tensor])
@@ -137,6 +134,10 @@ class Adapter:
                     f"{list(recipes[name].shape)}: adapter and base belong to different models"
                 )
             recipes[name] = new
+        for module in self._factors:
+            name = self._target(names, f"{module}.weight", family)
+            turned = "embedding" in self._factors[module] or _stored_in_out(family, module)
+            recipes[name] = self._added(recipes[name], module, turned)
         return RecipeStore(recipes | self._untied(base, names, family, recipes))
 
     # -- what it says -----------------------------------------------------------------------------------------------------
