@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def no_progress(monkeypatch) -> None:
-    monkeypatch.setattr("huggingface_hub.utils.tqdm.are_progress_bars_disabled", lambda name=None: True)
+    monkeypatch.setitem(import_module("huggingface_hub.utils.tqdm").progress_bar_states, "_global", False)
 
 
 def point_at(monkeypatch: pytest.MonkeyPatch, endpoint: str, cache: Path) -> None:
