@@ -249,13 +249,15 @@ class _Repository:
             needed = _needed(shards, config, self._repo)
         for shard in sorted(needed):
             self._need(shard)
+        others = set(shards.values()) - needed
         if isinstance(self._source, _Cache):
-            missing = {shard for shard in set(shards.values()) - needed if self._source.get(shard) is None}
+            missing = {shard for shard in others if self._source.get(shard) is None}
             if missing and self._source.whole:
                 raise _NotFound(f"the shard {min(missing)} is not there")
             # As long as the hub may not be asked, what is not here does not exist; the weights that are here can be scored.
             shards = {name: shard for name, shard in shards.items() if shard not in missing}
-        return ShardedStore(shards, index.parent, self._bring, self._source.header)
+            others = missing
+        return ShardedStore(shards, index.parent, self._bring, self._source.header) if others else None
 
     def _need(self, shard: str) -> Path:
         found = self._source.get(shard)
