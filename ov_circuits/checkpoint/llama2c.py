@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ov_circuits.checkpoint.foreign import Foreign, halves
-from ov_circuits.checkpoint.stores import Recipe, RecipeStore
+from ov_circuits.checkpoint.stores import Recipe, RecipeStore, first_bytes
 from ov_circuits.errors import CircuitsError
 
 _MAGIC = 0x616B3432
@@ -55,8 +55,7 @@ class _Header:
 
 def is_llama2c(file: Path) -> bool:
     """Whether a file begins as llama2.c's do."""
-    with file.open("rb") as opened:
-        start = opened.read(_HEADER)
+    start = first_bytes(file, _HEADER)
     if start[:4] == struct.pack("<I", _MAGIC):
         return True
     return len(start) >= 28 and _legacy(start).fits()
@@ -70,8 +69,7 @@ def open_llama2c(file: Path) -> Foreign:
     """
     from ov_circuits.checkpoint.vocabularies import find_tokenizer
 
-    with file.open("rb") as opened:
-        start = opened.read(_HEADER)
+    start = first_bytes(file, _HEADER)
     header = _versioned(start, file) if start[:4] == struct.pack("<I", _MAGIC) else _legacy(start)
     if not header.fits():
         raise CircuitsError(f"{file} is no llama2.c checkpoint: its header's numbers make no sense ({header})")

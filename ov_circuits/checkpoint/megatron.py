@@ -22,6 +22,7 @@ from ov_circuits.checkpoint.stores import (
     Recipe,
     RecipeStore,
     TensorStore,
+    first_bytes,
     is_file,
     load_torch,
     state_dict,
@@ -93,9 +94,9 @@ def rank_folder(folder: Path) -> Path | None:
     if any(_RANK.match(path.name) for path in folder.glob("mp_rank_*")):
         return folder
     latest = folder / _LATEST
-    if not is_file(latest) or latest.stat().st_size > 100:
+    if not is_file(latest):
         return None
-    word = latest.read_text(encoding="utf-8", errors="replace").strip()
+    word = first_bytes(latest, 100).decode("utf-8", errors="replace").strip()
     inside = folder / ("release" if word == "release" else f"iter_{word.zfill(7)}")
     return inside if word.isalnum() and inside.is_dir() else None
 

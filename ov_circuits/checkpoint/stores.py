@@ -13,7 +13,8 @@ import pickle
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -208,10 +209,33 @@ def state_dict(loaded: Any, file: Path) -> dict[str, Tensor]:
     return tensors
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """What the system says while a file is read, as one sentence.
+
+    Raises:
+        CircuitsError: it cannot be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise CircuitsError(f"{file} cannot be read ({reason}): look at its permissions, or copy it again") from error
+
+
+def first_bytes(file: Path, n: int) -> bytes:
+    """The first ``n`` bytes of a file, or as many as it has.
+
+    Raises:
+        CircuitsError: it cannot be read.
+    """
+    with reading(file), file.open("rb") as opened:
+        return opened.read(n)
+
+
 def is_torch(file: Path) -> bool:
     """Whether a file begins as torch writes them: a zip archive, or a pickle from before torch 1.6."""
-    with file.open("rb") as opened:
-        start = opened.read(2)
+    start = first_bytes(file, 2)
     return start == b"PK" or start[:1] == b"\x80"
 
 
@@ -220,9 +244,8 @@ def _check_archive(file: Path) -> None:
 
     Files from before torch 1.6 are no archives and pass.
     """
-    with file.open("rb") as opened:
-        if opened.read(4) != b"PK\x03\x04":
-            return
+    if first_bytes(file, 4) != b"PK\x03\x04":
+        return
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:

@@ -247,7 +247,10 @@ def _read_backend(file: Path) -> Any:
 
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust library raises bare Exception for every fault of the file
+    # The Rust library raises bare Exception for every fault of the file, and no Exception at all where it panics.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CircuitsError(f"{file} is not a readable tokenizer ({error}): copy it again") from error
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ov_circuits.checkpoint.stores import first_bytes
 from ov_circuits.errors import CircuitsError
 
 _UNKNOWN, _BOS, _EOS = "<unk>", "<s>", "</s>"
@@ -73,12 +74,11 @@ def read_tokenizer_model(file: Path) -> Any:
     Raises:
         CircuitsError: it is neither SentencePiece's nor tiktoken's, or is damaged.
     """
-    if file.stat().st_size > _LARGEST:
+    data = first_bytes(file, _LARGEST + 1)
+    if len(data) > _LARGEST:
         raise CircuitsError(f"{file} has more than {_LARGEST:,} bytes: it is no vocabulary")
-    with file.open("rb") as opened:
-        tiktoken = _RANK.match(opened.readline(1000)) is not None
     try:
-        return _tiktoken(file) if tiktoken else _sentencepiece(file)
+        return _tiktoken(data) if _RANK.match(data[:1000]) else _sentencepiece(data, file)
     except CircuitsError:
         raise
     except Exception as error:  # which of the libraries' parsers fails, and how, is their own affair
@@ -86,10 +86,10 @@ def read_tokenizer_model(file: Path) -> Any:
         raise CircuitsError(f"{file} is not a readable tokenizer ({reason}): copy it again") from error
 
 
-def _sentencepiece(file: Path) -> Any:
+def _sentencepiece(data: bytes, file: Path) -> Any:
     from transformers.convert_slow_tokenizer import import_protobuf
 
-    model = import_protobuf().ModelProto.FromString(file.read_bytes())
+    model = import_protobuf().ModelProto.FromString(data)
     pieces = [piece.piece for piece in model.pieces]
     if model.trainer_spec.model_type != 2 or pieces[:3] != [_UNKNOWN, _BOS, _EOS]:
         raise CircuitsError(
@@ -100,11 +100,11 @@ def _sentencepiece(file: Path) -> Any:
     return byte_pairs({piece: i for i, piece in enumerate(pieces)}, scores)
 
 
-def _tiktoken(file: Path) -> Any:
+def _tiktoken(data: bytes) -> Any:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks = {}
-    for line in file.read_bytes().splitlines():
+    for line in data.splitlines():
         token, rank = line.split()
         ranks[base64.b64decode(token, validate=True)] = int(rank)
 
@@ -113,7 +113,7 @@ def _tiktoken(file: Path) -> Any:
         def load_tiktoken_bpe(_: str) -> dict[bytes, int]:
             return ranks
 
-    return Converter(vocab_file=str(file), extra_special_tokens=_llama3_specials()).converted()
+    return Converter(extra_special_tokens=_llama3_specials()).converted()
 
 
 def _llama3_specials() -> list[str]:
@@ -126,9 +126,7 @@ def _llama3_specials() -> list[str]:
 
 def _read(file: Path) -> list[tuple[str, float]] | None:
     """Pieces and scores; None when the file is none of this kind."""
-    if file.stat().st_size > _LARGEST:
-        return None
-    data = file.read_bytes()
+    data = first_bytes(file, _LARGEST)
     pieces, at = [], 4
     while at + 8 <= len(data):
         score, length = struct.unpack_from("<fi", data, at)
