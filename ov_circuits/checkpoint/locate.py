@@ -153,7 +153,7 @@ def _open_hub(repo: str, revision: str | None, name: str, *, cache_only: bool = 
     found = hub_model(repo, revision, WEIGHT_FILES, _TOKENIZER_FILES, cache_only=cache_only)
     if found.shards is None:
         return open_path(found.folder, name=name)
-    return Checkpoint(name, str(found.folder), read_config(found.folder), found.shards, folder=found.folder)
+    return _hugging_face(name, found.folder, found.folder, found.shards)
 
 
 def open_path(path: Path, name: str | None = None) -> Checkpoint:
@@ -178,8 +178,8 @@ def open_path(path: Path, name: str | None = None) -> Checkpoint:
         if foreign is not None:
             return foreign
     files, opener = _weight_files(path)
-    config = read_config(path)
-    return Checkpoint(called, str(path), config, opener(files), folder=path)
+    read_config(path)  # said before the weights are opened, which may take a while
+    return _hugging_face(called, path, path, opener(files))
 
 
 def _open_adapter(folder: Path) -> Checkpoint:
@@ -285,7 +285,7 @@ def _open_file(file: Path, name: str | None) -> Checkpoint:
 
         return _foreign(open_gguf(file), name, file)
     if file.suffix == ".safetensors":
-        return Checkpoint(name, str(file), read_config(file.parent), SafetensorsStore([file]), folder=file.parent)
+        return _hugging_face(name, file, file.parent, SafetensorsStore([file]))
     if file.suffix in (".bin", ".pt", ".pth"):
         return _open_torch_file(file, name)
     if file.name == "config.json":
@@ -315,8 +315,36 @@ def _open_torch_file(file: Path, name: str) -> Checkpoint:
     if nanogpt.is_mingpt(loaded):
         settings = read_json(beside).get("model") if is_file(beside) else None
         return _foreign(nanogpt.open_mingpt(loaded, settings, file), name, file)
-    config = read_config(file.parent)
-    return Checkpoint(name, str(file), config, MemoryStore(state_dict(loaded, file), str(file)), folder=file.parent)
+    read_config(file.parent)
+    return _hugging_face(name, file, file.parent, MemoryStore(state_dict(loaded, file), str(file)))
+
+
+# What a quantised checkpoint keeps in place of a weight, by the end of its name.
+_PACKED = {
+    ".qweight": "GPTQ or AWQ",
+    ".weight_packed": "compressed-tensors",
+    ".weight.absmax": "bitsandbytes, 4 bits",
+    ".SCB": "bitsandbytes, 8 bits",
+    ".weight_scale": "8-bit floating point",
+    ".weight_scale_inv": "8-bit floating point",
+}
+
+
+def _hugging_face(name: str, where: Path, folder: Path, store: TensorStore) -> Checkpoint:
+    """A checkpoint in Hugging Face's own files.
+
+    Raises:
+        CircuitsError: there is no config, or the weights are quantised.
+    """
+    config = read_config(folder)
+    for tensor in store.names():
+        kind = next((kind for end, kind in _PACKED.items() if tensor.endswith(end)), None)
+        if kind is not None:
+            raise CircuitsError(
+                f"{where} is quantised ({kind}): {tensor} in {store.origin(tensor)} stands for a weight that only its own "
+                "library unpacks. Use the checkpoint that it was made from, or dequantise it with that library and save it"
+            )
+    return Checkpoint(name, str(where), config, store, folder=folder)
 
 
 def _foreign(opened: Foreign, name: str, where: Path) -> Checkpoint:

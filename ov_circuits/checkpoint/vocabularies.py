@@ -81,6 +81,8 @@ def read_tokenizer_model(file: Path) -> Any:
         return _tiktoken(data) if _RANK.match(data[:1000]) else _sentencepiece(data, file)
     except CircuitsError:
         raise
+    except ImportError as error:
+        raise CircuitsError(f"reading {file} needs the sentencepiece package: pip install sentencepiece") from error
     except Exception as error:  # which of the libraries' parsers fails, and how, is their own affair
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CircuitsError(f"{file} is not a readable tokenizer ({reason}): copy it again") from error
@@ -110,7 +112,7 @@ def _tiktoken(data: bytes) -> Any:
 
     class Converter(TikTokenConverter):  # type: ignore[misc]
         @staticmethod
-        def load_tiktoken_bpe(_: str) -> dict[bytes, int]:
+        def load_tiktoken_bpe(_: Any) -> dict[bytes, int]:
             return ranks
 
     return Converter(extra_special_tokens=_llama3_specials()).converted()
