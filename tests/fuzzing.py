@@ -1,6 +1,6 @@
 """Thousands of damaged, lying and hostile checkpoints, made from seeds, each opened and read: the process that test_fuzz.py runs.
 
-``python fuzzing.py FOLDER`` writes FOLDER/report.json. The address space may grow by 1 GB, a case may take 10 seconds, and a file
+``python fuzzing.py FOLDER SCALE`` writes FOLDER/report.json; OV_CIRCUITS_FUZZ_SEED gives other cases. The address space may grow by 1 GB, a case may take 10 seconds, and a file
 named ``canary`` must not come into being: every pickle here tries to make one.
 """
 
@@ -29,6 +29,7 @@ import ov_circuits as ov
 from ov_circuits.checkpoint.families import family_of
 
 SECONDS, BYTES = 10, 2**30
+SEED = os.environ.get("OV_CIRCUITS_FUZZ_SEED", "0")
 HEADER = 2500  # where most files say what is in them
 ODD: list[Any] = [
     *(
@@ -348,7 +349,7 @@ def cases(work: Path, scale: float) -> Iterator[Case]:
     for kind, (source, names, _) in sources.items():
         for name in names:
             data = (source / name).read_bytes()
-            rng = random.Random(f"{kind} {name}")
+            rng = random.Random(f"{SEED} {kind} {name}")
             if name.endswith(".json"):
                 for _ in range(int(scale * 110)):
                     seed = rng.random()
@@ -375,6 +376,7 @@ def cases(work: Path, scale: float) -> Iterator[Case]:
             for cut in rng.sample(cuts, min(len(cuts), int(scale * 25))):
                 yield kind, put(kind, name, lambda d, c=cut: d[:c])
     yield from pickles(sources, here, canary)
+    yield from settings(sources, here, int(scale * 150))
     yield from archives(good / "torch", here)
     yield from links(good, here)
     yield from numbers(good, here)
@@ -407,6 +409,32 @@ def pickles(sources: dict[str, Any], here: Path, canary: Path) -> Iterator[Case]
                 except TypeError:
                     continue
                 yield "pickle", make(kind, name, attack, form)
+
+
+def settings(sources: dict[str, Any], here: Path, n: int) -> Iterator[Case]:
+    """Settings that a pickle holds, set to what they cannot be."""
+
+    def make(kind: str, names: list[str], seed: float) -> Callable[[], Path]:
+        def put() -> Path:
+            rng = random.Random(seed)
+            fresh(sources[kind][0], here)
+            odd = rng.choice([*(x for x in ODD if x != 10**400), torch.ones(2), torch.float32, (1, 2), {1, 2}])
+            for name in names:
+                content = torch.load(here / name, weights_only=False)
+                said = content["model_args" if kind == "nanogpt" else "args"]
+                said = said if isinstance(said, dict) else vars(said)
+                key = random.Random(seed).choice([*said, "checkpoint_version", "model", "args", "model_args"])
+                (said if key in said else content)[key] = odd
+                (here / name).unlink()
+                torch.save(content, here / name)
+            return here
+
+        return put
+
+    for kind, names in (("nanogpt", ["ckpt.pt"]), ("megatron", sources["megatron"][1])):
+        rng = random.Random(f"{SEED} {kind}")
+        for _ in range(n):
+            yield "settings", make(kind, names, rng.random())
 
 
 def archives(source: Path, here: Path) -> Iterator[Case]:

@@ -106,6 +106,7 @@ def test_mingpt(write_tiny, tmp_path):
     folder = write_tiny("gpt2", seed=4, tie_word_embeddings=False, n_positions=16)
     file = write_mingpt(folder, tmp_path / "run")
     same_model(ov.load(file), folder)
+    same_tensors(ov.load(file.parent), ov.load(folder))
     (tmp_path / "run" / "config.json").unlink()
     with pytest.raises(CircuitsError, match=r"model\.pt is a minGPT state dict.*n_head"):
         ov.load(file)

@@ -27,6 +27,7 @@ _KINDS = {
     "megatron": 200,
     "adapter": 200,
     "pickle": 150,
+    "settings": 150,
     "archive": 14,
     "links": 90,
     "numbers": 500,

@@ -234,7 +234,7 @@ def test_revisions(hub, tiny_folders, no_progress):
     assert result.exit_code == 0, result.output
     with pytest.raises(CircuitsError, match="tiny has no such revision on the hub"):
         ov.load("tiny@step9")
-    with pytest.raises(CircuitsError, match="neither a path that exists nor a hub name"):
+    with pytest.raises(CircuitsError, match="names the revision step1000, and main is asked for"):
         ov.load("tiny@step1000", revision="main")
 
 

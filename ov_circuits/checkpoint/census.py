@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ov_circuits.checkpoint.families import Architecture, family_of
-from ov_circuits.checkpoint.locate import WEIGHT_FILES, read_config
+from ov_circuits.checkpoint.locate import FOREIGN_FILES, WEIGHT_FILES, read_config
 from ov_circuits.checkpoint.stores import exists, read_json
 
 
@@ -66,7 +66,7 @@ def config_alone(path: Path) -> dict[str, Any] | None:
         return None
     if path.is_file() and path.suffix == ".json":
         return read_json(path)
-    weights = (*WEIGHT_FILES, "*.gguf")
+    weights = (*WEIGHT_FILES, *FOREIGN_FILES, "*.gguf")
     if (path / "config.json").is_file() and not any(next(path.glob(name), None) for name in weights):
         return read_config(path)
     return None

@@ -75,11 +75,16 @@ def zeros(shape: tuple[int, ...], origin: str) -> Recipe:
     return Recipe(shape, "float32", origin, lambda: torch.zeros(shape))
 
 
+_PLAIN = (bool, int, float, str, list, tuple, dict)
+
+
 class Settings:
     """A foreign file's settings, with the sentence to say when one is missing or makes no sense."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values, self._where = values, where
+        # What a pickle may hold besides (tensors, types) is no setting, and answers to == and bool() otherwise.
+        self._values = {key: value for key, value in values.items() if isinstance(value, _PLAIN)}
+        self._where = where
 
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number from 1 to 10^8."""
@@ -88,6 +93,13 @@ class Settings:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 10**8:
             raise self.refusal(key, "is missing" if value is None else f"is {reprlib.repr(value)}, no sensible number")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number from 0 on."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e30:
+            raise self.refusal(key, f"is {reprlib.repr(value)}, no sensible number")
+        return float(value)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Any value; None counts as missing."""

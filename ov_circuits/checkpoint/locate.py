@@ -39,9 +39,16 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 # What else makes a folder a checkpoint, by the programs that wrote it.
-_FOREIGN = ("adapter_config.json", "ckpt.pt", "consolidated.*", "mp_rank_*", "latest_checkpointed_iteration.txt")
+FOREIGN_FILES = (
+    "adapter_config.json",
+    "ckpt.pt",
+    "model.pt",
+    "consolidated.*",
+    "mp_rank_*",
+    "latest_checkpointed_iteration.txt",
+)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
@@ -139,12 +146,16 @@ def _open_named(name: str | os.PathLike[str] | None, revision: str | None) -> Ch
         return open_path(path)
     if name == "smollm2":
         return open_path(_fetched("smollm2"), name="smollm2")
-    repo, _, named = str(name).partition("@")
-    if not _HUB_NAME.fullmatch(repo) or (named and revision not in (None, named)) or "@" in str(name)[-1:]:
+    match = _HUB_NAME.fullmatch(str(name))
+    if match is None:
         raise CircuitsError(
             f"{name!r} is neither a path that exists nor a hub name such as 'gpt2', 'org/model' or 'gpt2@main'"
         )
-    return _open_hub(repo, revision or named or None, str(name))
+    if revision is not None and match["revision"] not in (None, revision):
+        raise CircuitsError(
+            f"{name} names the revision {match['revision']}, and {revision} is asked for: leave one out"
+        )
+    return _open_hub(match["repo"], revision or match["revision"], str(name))
 
 
 def _open_hub(repo: str, revision: str | None, name: str, *, cache_only: bool = False) -> Checkpoint:
@@ -273,7 +284,7 @@ def _looks_like_path(name: str) -> bool:
     return (
         name.startswith((".", "~", os.sep))
         or "\\" in name
-        or name.count("/") > 1
+        or name.partition("@")[0].count("/") > 1
         or name.endswith(("/", ".safetensors", ".gguf", ".bin", ".json", ".pt", ".pth"))
     )
 
@@ -371,9 +382,8 @@ def _open_foreign_folder(folder: Path, name: str) -> Checkpoint | None:
     ranks = megatron.rank_folder(folder)
     if ranks is not None:
         return _foreign(megatron.open_megatron(ranks), name, folder)
-    if is_file(folder / "ckpt.pt"):
-        return replace(_open_torch_file(folder / "ckpt.pt", name), where=str(folder))
-    return None
+    training = next((folder / file for file in ("ckpt.pt", "model.pt") if is_file(folder / file)), None)
+    return None if training is None else replace(_open_torch_file(training, name), where=str(folder))
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], Callable[[list[Path]], TensorStore]]:
@@ -386,4 +396,4 @@ def _weight_files(folder: Path) -> tuple[list[Path], Callable[[list[Path]], Tens
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         raise CircuitsError(f"{folder} holds GGUF files; name one of them, for example {ggufs[0]}")
-    raise CircuitsError(f"{folder} holds no weights: none of {', '.join((*WEIGHT_FILES, *_FOREIGN))} is there")
+    raise CircuitsError(f"{folder} holds no weights: none of {', '.join((*WEIGHT_FILES, *FOREIGN_FILES))} is there")

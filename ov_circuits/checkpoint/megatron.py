@@ -180,7 +180,7 @@ def _refuse_unknown(loaded: Mapping[str, Any], get: Settings, ranks: int) -> Non
         raise get.refusal("num_experts", "is set: mixtures of experts are not read")
     if get.flag("rotary_interleaved"):
         raise get.refusal("rotary_interleaved", "is true, which is not read")
-    if get.get("rotary_percent", 1.0) != 1.0:
+    if get.number("rotary_percent", 1.0) != 1.0:
         raise get.refusal("rotary_percent", "is below 1, which neither GPT-2 nor Llama has")
 
 
@@ -336,7 +336,7 @@ class _Model:
     # -- configs --------------------------------------------------------------------------------------------------------
 
     def _eps(self) -> float:
-        return self._get.get("norm_epsilon", self._get.get("layernorm_epsilon", 1e-5))
+        return self._get.number("norm_epsilon", self._get.number("layernorm_epsilon", 1e-5))
 
     def _gpt2_config(self) -> dict[str, Any]:
         return {
@@ -366,7 +366,7 @@ class _Model:
             "intermediate_size": self._get.count("ffn_hidden_size"),
             "max_position_embeddings": self._get.count("max_position_embeddings"),
             "rms_norm_eps": self._eps(),
-            "rope_parameters": {"rope_type": "default", "rope_theta": float(self._get.get("rotary_base", 10000))},
+            "rope_parameters": {"rope_type": "default", "rope_theta": self._get.number("rotary_base", 10000.0)},
             "hidden_act": "silu",
             "attention_bias": self._has("0.qkv.bias") and self._has("0.dense.bias"),
             "mlp_bias": self._has("0.mlp_in.bias"),

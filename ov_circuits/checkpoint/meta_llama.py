@@ -91,15 +91,15 @@ def open_llama2c_training(loaded: Mapping[str, Any], file: Path) -> Foreign:
 
 
 def _open(stores: Sequence[TensorStore], params: Mapping[str, Any], where: str, **more: Any) -> Foreign:
+    get = Settings(params, where)
     for key, reason in (
         ("moe", "has a mixture of experts, whose files are not read"),
         ("vision_chunk_size", "is for a model that sees images, whose files are not read"),
         ("vision_encoder", "is for a model that sees images, whose files are not read"),
         ("quantization_args", "says that the weights are quantised: use the bfloat16 checkpoint"),
     ):
-        if params.get(key):
-            raise Settings(params, where).refusal(key, reason)
-    get = Settings(params, where)
+        if get.get(key):
+            raise get.refusal(key, reason)
     dim, heads = get.count("dim"), get.count("n_heads")
     kv_heads = get.count("n_kv_heads", heads)
     recipes = _recipes(stores, dim, where)
@@ -110,7 +110,7 @@ def _open(stores: Sequence[TensorStore], params: Mapping[str, Any], where: str, 
     embed, gate = (
         _need(recipes, f"model.{n}", where) for n in ("embed_tokens.weight", "layers.0.mlp.gate_proj.weight")
     )
-    theta = get.get("rope_theta", 10000.0)
+    theta = get.number("rope_theta", 10000.0)
     config: dict[str, Any] = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -122,7 +122,7 @@ def _open(stores: Sequence[TensorStore], params: Mapping[str, Any], where: str, 
         "intermediate_size": gate.shape[0],  # what multiple_of and ffn_dim_multiplier come to
         "vocab_size": embed.shape[0],  # params.json may say -1
         "max_position_embeddings": _context(get, theta),
-        "rms_norm_eps": get.get("norm_eps", 1e-5),
+        "rms_norm_eps": get.number("norm_eps", 1e-5),
         "rope_parameters": _rope(get, theta, dim),
         "hidden_act": "silu",
         "attention_bias": False,
@@ -186,9 +186,9 @@ def _context(get: Settings, theta: float) -> int:
     """How many positions it reads, which params.json leaves to the model's version."""
     if get.get("max_seq_len") is not None:
         return get.count("max_seq_len")
-    if get.get("use_scaled_rope"):
+    if get.flag("use_scaled_rope"):
         return 131072  # Llama 3.1 and after
-    if isinstance(theta, (int, float)) and theta > 10000:
+    if theta > 10000:
         return 8192  # Llama 3
     return 2048 if get.get("norm_eps") == 1e-6 else 4096  # Llama 1, Llama 2
 
@@ -197,12 +197,12 @@ def _rope(get: Settings, theta: float, dim: int) -> dict[str, Any]:
     if not get.flag("use_scaled_rope"):
         return {"rope_type": "default", "rope_theta": theta}
     # transformers' conversion: 32 for Llama 3.2, whose models are all narrower than those of 3.1 (8). params.json says no more.
-    factor = get.get("rope_scaling_factor", 32.0 if dim < 4096 else 8.0)
+    factor = get.number("rope_scaling_factor", 32.0 if dim < 4096 else 8.0)
     return {
         "rope_type": "llama3",
         "rope_theta": theta,
         "factor": factor,
         "low_freq_factor": 1.0,
-        "high_freq_factor": get.get("rope_high_freq_factor", 4.0),
+        "high_freq_factor": get.number("rope_high_freq_factor", 4.0),
         "original_max_position_embeddings": 8192,
     }
