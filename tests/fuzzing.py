@@ -1,7 +1,7 @@
 """Thousands of damaged, lying and hostile checkpoints, made from seeds, each opened and read: the process that test_fuzz.py runs.
 
-``python fuzzing.py FOLDER SCALE`` writes FOLDER/report.json; OV_CIRCUITS_FUZZ_SEED gives other cases. The address space may grow by 1 GB, a case may take 10 seconds, and a file
-named ``canary`` must not come into being: every pickle here tries to make one.
+``python fuzzing.py FOLDER SCALE`` writes FOLDER/report.json; OV_CIRCUITS_FUZZ_SEED gives other cases. The address space may grow
+by 1 GB, a case may take 10 seconds, and a file named ``canary`` must not come into being: every pickle here tries to make one.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ def sample_model(sample: Sample, seed: int = 0) -> Any:
     return model
 
 
-def write_sample(sample: Sample, model: Any, file: Path, kind: str = "F32") -> Path:
+def write_sample(sample: Sample, model: Any, file: Path, kind: str = "F32", parts_of: int = 0) -> Path:
     """The model as a GGUF file."""
     import gguf
     from gguf import GGMLQuantizationType as Kind
@@ -337,7 +337,7 @@ def write_sample(sample: Sample, model: Any, file: Path, kind: str = "F32") -> P
     config = model.config
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == sample.name)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(str(file), sample.name)
+    writer = gguf.GGUFWriter(str(file), sample.name, split_max_tensors=parts_of)
     sizes = {
         "context_length": getattr(config, "max_position_embeddings", 40),
         "embedding_length": config.hidden_size,

@@ -264,6 +264,38 @@ def test_metas_tiktoken_vocabulary(llama, tmp_path):
         _ = ov.load(made).tokenizer
 
 
+def test_no_damage_to_a_vocabulary_is_a_traceback(llama, tmp_path):
+    """Flipped bytes in SentencePiece's and tiktoken's files: a tokenizer, or a sentence."""
+    import random
+
+    import sentencepiece
+
+    made = write_meta(llama(), tmp_path / "meta")
+    (tmp_path / "text").write_text("the cat sat on the mat\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "spm"),
+        vocab_size=280,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
+    tiktoken = b"".join(base64.b64encode(bytes([i])) + f" {i}\n".encode() for i in range(256))
+    rng, refused = random.Random(0), []
+    for good in ((tmp_path / "spm.model").read_bytes(), tiktoken):
+        for _ in range(60):
+            data = bytearray(good)
+            for _ in range(rng.choice((1, 3, 20))):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            (made / "tokenizer.model").write_bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
+            try:
+                ov.load(made).tokenizer.encode("the cat", unknown=True)
+            except CircuitsError as error:
+                refused.append(str(error))
+    assert len(refused) > 30 and all("tokenizer.model" in message for message in refused)
+
+
 def test_llama2c_training_checkpoints(llama, tmp_path):
     folder = llama(max_position_embeddings=64)
     made = write_meta(folder, tmp_path / "meta")

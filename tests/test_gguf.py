@@ -105,6 +105,25 @@ def test_mixtral_has_its_attention_read(tmp_path):
     assert attention and all(opened.store.shape(n) == tuple(t.shape) for n, t in attention.items())
 
 
+def test_a_file_that_llama_cpp_split_is_one_model(tmp_path):
+    sample = SAMPLES["llama"]
+    model = sample_model(sample)
+    whole = ov.load(write_sample(sample, model, tmp_path / "whole.gguf"))
+    write_sample(sample, model, tmp_path / "x.gguf", parts_of=8)
+    parts = sorted(tmp_path.glob("x-*.gguf"))
+    assert len(parts) > 1
+    for part in (parts[0], parts[-1]):
+        split = ov.load(part)
+        for name in whole.source.store.names():
+            assert torch.equal(split.source.store.read(name), whole.source.store.read(name)), name
+        assert set(parts) <= split.source.checkpoint.files()
+    parts[1].unlink()
+    with pytest.raises(CircuitsError, match=f"{parts[1].name} is missing beside it"):
+        ov.load(parts[0])
+    with pytest.raises(CircuitsError, match="give it its name back"):
+        ov.load(parts[0].rename(tmp_path / "renamed.gguf"))
+
+
 # -- quantisations ------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ov_circuits.checkpoint.foreign import Foreign, halves, unpermute_rotary
-from ov_circuits.checkpoint.stores import Recipe, RecipeStore
+from ov_circuits.checkpoint.stores import Recipe, RecipeStore, is_file
 from ov_circuits.errors import CircuitsError
 
 __all__ = ["open_gguf", "unpermute_rotary"]
@@ -389,6 +389,7 @@ _COUNTS = {*_SIZES.values(), *_GPT2_WORDS.values(), "n_layer", "n_head", "head_d
     "layer_norm_epsilon"
 }
 _OPTIONAL = {"num_key_value_heads", "rope_theta", "head_dim", "sliding_window", "max_position_embeddings"}
+_SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _BLOCK = re.compile(r"blk\.([0-9]{1,5})\.(.+)")
 
 
@@ -401,16 +402,7 @@ def open_gguf(file: Path) -> Foreign:
     Raises:
         CircuitsError: it is damaged, of an architecture outside the table, or the gguf package is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise CircuitsError(f"reading {file} needs the gguf package: pip install 'ov-circuits[gguf]'") from error
-    check_header(file)
-    try:
-        reader = gguf.GGUFReader(str(file))
-    except Exception as error:  # which of its numpy calls a damaged file breaks is the reader's own affair
-        raise CircuitsError(f"{file} is not a readable GGUF file ({error}): copy or download it again") from error
-    metadata = _Metadata(reader, file)
+    metadata = _Metadata(_readers(file), file)
     kind = metadata.kind()
     config = _config(kind, metadata)
     recipes = _recipes(kind, config, metadata)
@@ -423,12 +415,53 @@ def open_gguf(file: Path) -> Foreign:
     return Foreign(config, RecipeStore(recipes), tokenizer=file, cannot_run=metadata.cannot_run())
 
 
-class _Metadata:
-    """What a GGUF file says of itself."""
+def _readers(file: Path) -> dict[Path, Any]:
+    """gguf-py's reader of a file, or of all parts of one that llama.cpp split, the one with the metadata first."""
+    reader = _reader(file)
+    field = reader.get_field("split.count")
+    count = 1 if field is None else field.contents()
+    if count in (0, 1):
+        return {file: reader}
+    match = _SPLIT.fullmatch(file.name)
+    if match is None or int(match[3]) != count:
+        raise CircuitsError(
+            f"{file} is one of {count} parts, which are named like x-00001-of-{int(count):05d}.gguf: give it its name back"
+        )
+    files = [file.with_name(f"{match[1]}-{i + 1:05d}-of-{match[3]}.gguf") for i in range(count)]
+    absent = next((part for part in files if not is_file(part)), None)
+    if absent is not None:
+        raise CircuitsError(f"{file} is one of {count} parts, and {absent.name} is missing beside it: copy it there")
+    return {part: reader if part == file else _reader(part) for part in files}
 
-    def __init__(self, reader: Any, file: Path) -> None:
-        self._reader, self.file = reader, file
-        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
+
+def _reader(file: Path) -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise CircuitsError(f"reading {file} needs the gguf package: pip install 'ov-circuits[gguf]'") from error
+    check_header(file)
+    try:
+        return gguf.GGUFReader(str(file))
+    except Exception as error:  # which of its numpy calls a damaged file breaks is the reader's own affair
+        raise CircuitsError(f"{file} is not a readable GGUF file ({error}): copy or download it again") from error
+
+
+class _Metadata:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        file: the file that was named.
+        tensors: GGUF's name -> the reader's tensor.
+        places: GGUF's name -> the file it lies in.
+    """
+
+    def __init__(self, readers: Mapping[Path, Any], file: Path) -> None:
+        self._reader, self.file = next(iter(readers.values())), file
+        self.tensors: dict[str, Any] = {}
+        self.places: dict[str, Path] = {}
+        for part, reader in readers.items():
+            for tensor in reader.tensors:
+                self.tensors[tensor.name], self.places[tensor.name] = tensor, part
         self.architecture = self._contents("general.architecture")
 
     def _contents(self, key: str) -> Any:
@@ -536,7 +569,7 @@ def _recipes(kind: _Kind, config: Config, metadata: _Metadata) -> dict[str, Reci
         module = names.get(f"blk.0.{block[2]}" if block else stem)
         if module is None or suffix not in ("weight", "bias"):
             continue
-        recipe = _stored(tensor, metadata.file)
+        recipe = _stored(tensor, metadata.places[name])
         for end, change in kind.changes.items():
             if module.endswith(end):
                 recipe = change(recipe, config, str(metadata.file))
