@@ -584,7 +584,7 @@ def _name(model: str | None) -> str | None:
     return None if model is None or model in _EMBEDDED else model
 
 
-def _open(model: str | None, view: str | None, revision: str | None, adapter: Path | None) -> Model:
+def _open(model: str | None, view: str | None, revision: str | None, adapter: Path | None = None) -> Model:
     from ov_circuits.model import load
 
     name = _name(model)

@@ -359,7 +359,7 @@ def _hugging_face(name: str, where: Path, folder: Path, store: TensorStore) -> C
 
 
 def _foreign(opened: Foreign, name: str, where: Path) -> Checkpoint:
-    """A checkpoint of another program; a Hugging Face tokenizer beside it is taken where it has none of its own."""
+    """A checkpoint of another program; where it has no vocabulary of its own, a Hugging Face tokenizer beside it is taken."""
     folder = where if where.is_dir() else where.parent
     return Checkpoint(
         name,
@@ -367,7 +367,7 @@ def _foreign(opened: Foreign, name: str, where: Path) -> Checkpoint:
         opened.config,
         opened.store,
         folder=folder,
-        tokenizer_file=None if is_file(folder / "tokenizer.json") else opened.tokenizer,
+        tokenizer_file=opened.tokenizer,
         cannot_run=opened.cannot_run,
         others=opened.files,
     )
