@@ -493,6 +493,11 @@ def test_a_config_file_is_no_model(tiny_gpt2_char, tmp_path):
         ov.load(tmp_path / "config.json")
 
 
+def test_a_tokenizer_is_no_model(stories260k):
+    with pytest.raises(CircuitsError, match=r"tok512\.bin is a llama2\.c tokenizer: name the model beside it"):
+        ov.load(stories260k / "tok512.bin")
+
+
 def test_interleaving_is_not_undone_by_itself():
     rows: Tensor = torch.arange(16.0)[:, None]
     assert interleaved(rows, 2)[:4, 0].tolist() == [0, 4, 1, 5]

@@ -311,12 +311,14 @@ def _open_file(file: Path, name: str | None) -> Checkpoint:
 
 def _open_torch_file(file: Path, name: str) -> Checkpoint:
     """A ``.bin``, ``.pt`` or ``.pth`` file: whose it is, its content says."""
-    from ov_circuits.checkpoint import llama2c, meta_llama, nanogpt
+    from ov_circuits.checkpoint import llama2c, meta_llama, nanogpt, vocabularies
 
     if meta_llama.shard_files(file.parent)[:1] == [file] and is_file(file.parent / "params.json"):
         return _foreign(meta_llama.open_meta(file.parent), name, file)
     if not is_torch(file) and llama2c.is_llama2c(file):
         return _foreign(llama2c.open_llama2c(file), name, file)
+    if not is_torch(file) and vocabularies.is_llama2c(file):
+        raise CircuitsError(f"{file} is a llama2.c tokenizer: name the model beside it, which takes it along")
     loaded = load_torch(file)
     if nanogpt.is_nanogpt(loaded):
         training = meta_llama.is_llama2c_training(loaded)

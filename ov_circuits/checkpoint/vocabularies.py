@@ -30,6 +30,11 @@ def find_tokenizer(file: Path, n_vocab: int) -> Path | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
+def is_llama2c(file: Path) -> bool:
+    """Whether a file is a llama2.c tokenizer."""
+    return len(_read(file) or ()) > 2
+
+
 def read_llama2c(file: Path) -> Any:
     """The tokenizer of a ``tokenizer.bin``.
 
