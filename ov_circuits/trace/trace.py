@@ -312,6 +312,10 @@ def _ids(prompt: Any) -> list[int]:
 
 def unbiased_values(layer: LayerRecord, weights: Layer) -> Float[Tensor, "head source d_head"]:
     """xhat W_V for every query head: values without their bias."""
+    if weights.qkv_clip is not None:  # clamped with their bias
+        values = weights.values(layer.attention_input)
+        values = values if weights.b_V is None else values - weights.b_V.double().unsqueeze(1)
+        return weights.per_query_head(values.float())
     return weights.per_query_head(torch.einsum("sm,kmd->ksd", layer.attention_input, weights.W_V))
 
 
