@@ -427,12 +427,11 @@ def _gemma_base(get: Config, **facts: Any) -> Architecture:
         "RMSNorm",
         _LLAMA_EPS,
         d_head=256,
-        n_ctx=8192,
         tied=True,
         norm_gain="offset",
         embed_scale=get.count("hidden_size") ** 0.5,
         biases=_if(get.flag("attention_bias", False), _ATTENTION),
-        **facts,
+        **{"n_ctx": 8192} | facts,
     )
 
 
