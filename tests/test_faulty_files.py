@@ -280,7 +280,9 @@ def test_a_window_that_transformers_does_not_look_at(copied):
 
 def test_layer_types_that_transformers_does_not_look_at(copied):
     kinds = ["sliding_attention", "full_attention"]
-    assert ov.load(str(copied("llama-grouped", model_type="mistral", sliding_window=2, layer_types=kinds))).verify().passed
+    assert (
+        ov.load(str(copied("llama-grouped", model_type="mistral", sliding_window=2, layer_types=kinds))).verify().passed
+    )
 
 
 def test_a_window_that_is_no_number_is_refused(copied):

@@ -54,7 +54,11 @@ BASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         dict(hidden_size=24, num_attention_heads=4, num_hidden_layers=2, ffn_dim=36, vocab_size=23, max_position_embeddings=19)
         | {"word_embed_proj_dim": 24, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "activation_function": "relu"},
     ),
-    "bloom": ("BloomConfig", "BloomForCausalLM", dict(hidden_size=24, n_head=4, n_layer=2, vocab_size=23, bos_token_id=0, eos_token_id=0)),
+    "bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        dict(hidden_size=24, n_head=4, n_layer=2, vocab_size=23, bos_token_id=0, eos_token_id=0),
+    ),
     "falcon": ("FalconConfig", "FalconForCausalLM", _WITHOUT_GROUPS | {"ffn_hidden_size": 36, "bias": True}),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", _MODERN | {"hidden_size": 32}),
     "cohere": ("CohereConfig", "CohereForCausalLM", _MODERN | {"logit_scale": 0.7}),
@@ -67,6 +71,13 @@ BASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 8}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 2.5, 3.0],
+}
 _NO_POSITIONS = {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}
 
 # What each variant changes of its family's base.
@@ -78,7 +89,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "llama3": ("llama", {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 8}}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}}),
-    "llama-yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 8}}),
+    "llama-yarn": ("llama", {"rope_parameters": _YARN}),
     "smollm3-windows": ("smollm3", _NO_POSITIONS | {"use_sliding_window": True, "sliding_window": 3, "attention_bias": True}),
     "olmo-clipped": ("olmo", {"clip_qkv": 0.8, "attention_bias": True}),
     "olmo2-biased": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
@@ -95,7 +106,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
         "hidden_size": 32,
         "original_max_position_embeddings": 8,
         "sliding_window": 5,
-        "rope_parameters": {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 2.5, 3.0]},
+        "rope_parameters": _LONG,
     }),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True}),
     "opt-without-parameters": ("opt", {"layer_norm_elementwise_affine": False, "enable_bias": False, "tie_word_embeddings": False}),
@@ -116,13 +127,13 @@ def settings(variant: str, **overrides: Any) -> tuple[str, dict[str, Any]]:
     return base, BASES[base][2] | changes | overrides
 
 
-def tiny(variant: str, seed: int = 0, **overrides: Any) -> Any:
-    """transformers' own model of a variant, in eager attention."""
+def tiny(variant: str, seed: int = 0, *, implementation: str = "eager", **overrides: Any) -> Any:
+    """transformers' own model of a variant, by default in eager attention."""
     import transformers
 
     base, keywords = settings(variant, **overrides)
     config = getattr(transformers, BASES[base][0])(**keywords)
-    config._attn_implementation = "eager"
+    config._attn_implementation = implementation
     torch.manual_seed(seed)
     network = getattr(transformers, BASES[base][1])(config).eval()
     generator = torch.Generator().manual_seed(seed + 1)

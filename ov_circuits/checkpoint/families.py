@@ -284,7 +284,8 @@ LLAMA = Family(
 
 def _smollm3_numbers(get: Config) -> Architecture:
     """Every fourth layer has no positions (NoPE)."""
-    a = replace(_llama_numbers(get), tied=get.flag("tie_word_embeddings", True))
+    biases = _if(get.flag("attention_bias", False), _ATTENTION) + _if(get.flag("mlp_bias", False), _GATED_MLP)
+    a = _numbers(get, "RMSNorm", _LLAMA_EPS, kv_default=4, n_ctx=32768, tied=True, biases=biases)
     rotary = _rotary(a, get.rope(2e6))
     every = get.count("no_rope_layer_interval", 4)
     rotates = get.per_layer("no_rope_layers", a.n_layers)
@@ -383,7 +384,7 @@ MIXTRAL = replace(
 
 def _qwen_windows(a: Architecture, get: Config) -> tuple[int | None, ...]:
     window = get.optional_count("sliding_window", 4096) if get.flag("use_sliding_window", False) else None
-    first = int(get.number("max_window_layers", 28))
+    first = int(get.number("max_window_layers", 28.0))
     return _windows(a, get, window, [layer >= first for layer in range(a.n_layers)])
 
 

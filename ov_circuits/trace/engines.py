@@ -336,15 +336,21 @@ def _ready(network: Any) -> Iterator[None]:
     training = [module for module in network.modules() if module.training]
     implementation = network.config._attn_implementation
     network.eval()
-    if implementation != "eager":
-        network.set_attn_implementation("eager")
+    _set_attention(network, "eager")
     try:
         yield
     finally:
         for module in training:
             module.training = True
-        if implementation != "eager":
-            network.set_attn_implementation(implementation)
+        _set_attention(network, implementation)
+
+
+def _set_attention(network: Any, implementation: str) -> None:
+    if network.config._attn_implementation != implementation:
+        network.set_attn_implementation(implementation)
+    if network.config._attn_implementation != implementation:
+        # It declines for models that do not call the common attention functions (Falcon); these look into their config.
+        network.config._attn_implementation = implementation
 
 
 def check_tokens(model: Model, tokens: Sequence[int]) -> None:
