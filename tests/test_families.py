@@ -498,6 +498,31 @@ def test_what_is_near_is_refused_by_name_and_reason(model_type, words):
     assert model_type in str(caught.value) and words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        ("gemma2", ["a window of 4 in 1 of 2 layers", "scores are capped at 50.0", "logits are capped at 30.0"]),
+        ("gemma3_text", ["theta 10000, 1e+06", "queries and keys are normalised"]),
+        ("gptj", ["on 4 of 6 coordinates", "pairs are neighbours", "beside the MLP"]),
+        ("smollm3", ["theta 2e+06", "none in 1 layers"]),
+        ("llama3", ["rescaled (llama3)"]),
+        ("olmo-clipped", ["clamped to 0.8"]),
+        ("granite", ["logits are multiplied by 0.2"]),
+        ("bloom", ["(alibi)"]),
+    ],
+)
+def test_inspect_says_what_is_peculiar(opened, variant, words):
+    from typer.testing import CliRunner
+
+    from ov_circuits.cli import app
+
+    result = CliRunner().invoke(app, ["inspect", opened(variant)[1].source.checkpoint.where])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    for word in words:
+        assert word in text, text
+
+
 def test_falcon_with_alibi_is_read_and_not_run():
     """transformers 5 adds the alibi once to the mask and once to the scores when it runs eagerly, and gives other logits."""
     network = tiny("falcon", alibi=True, multi_query=False, parallel_attn=False)

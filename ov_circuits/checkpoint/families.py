@@ -914,7 +914,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "t5gemma",
     ),
     "no attention model: it has no heads to split": ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),
-    "a hybrid: some of its layers mix tokens by a recurrence or linear attention, which has no attention pattern": (
+    "a hybrid: some of its layers mix tokens by a recurrence, a convolution or linear attention, which have no attention pattern": (
         "jamba",
         "bamba",
         "zamba",

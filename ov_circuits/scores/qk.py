@@ -183,7 +183,7 @@ def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tupl
 def _queries_and_keys(model: Model, head: Head, stream: Tensor) -> tuple[Tensor, Tensor]:
     """Scaled queries and keys [n, d_head] of residual-stream rows [n, d_model], normalised by their own scale. float64."""
     layer = model.in_view("raw").layer(head.layer)
-    norm = model.source.norm(model.source.family.attention_norm, head.layer)
+    norm = model.source.attention_norm(head.layer)
     queries, keys = [], []
     for rows in stream.split(_BLOCK):
         x = rows.double() if norm.kind is None else normalised(rows.double(), norm.kind, norm.eps, norm.gain, norm.bias)

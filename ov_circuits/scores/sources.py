@@ -99,7 +99,7 @@ class _FirstAttention:
 
     def __init__(self, model: Model) -> None:
         s = model.source
-        norm = s.norm(s.family.attention_norm)
+        norm = s.attention_norm(0)
         self._norm, self._post_norm = Norm(norm.kind, norm.gain, None, norm.eps), s.norm(s.family.attention_post_norm)
         layer: Layer = model.in_view("raw").layer(0)
         # Key/value heads are shared: their W_O are added up first.

@@ -5,7 +5,8 @@ z_i[t] = sum_s A_i[t, s] (xhat_s W_V + b_V), and head i writes z_i[t] W_O[i] at 
     write = sum_s A[t, s] (xhat_s W_V) W_O  +  (sum_s A[t, s]) b_V W_O
             value path, from source s          value bias, a term of its own
 
-Writes are in the model's own residual stream, so they use the raw weights whatever view the model is in.
+Writes are in the model's own residual stream, so they use the raw weights whatever view the model is in. Where a norm stands
+between attention and stream (Gemma 2, OLMo 2), they are what enters that norm; ledgers go through it at its actual scale.
 """
 
 from __future__ import annotations
