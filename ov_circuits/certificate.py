@@ -102,11 +102,12 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
         prompt: what to run; by default BOS (where there is one) and seeded random tokens.
 
     Raises:
-        CircuitsError: the prompt cannot be run.
+        CircuitsError: the prompt cannot be run, or not in float32.
     """
     raw = model.in_view("raw")
     checks = [_check_spectra(model)]
     try:
+        _need_float32(raw)
         trace = raw.trace(_probe(raw) if prompt is None else prompt)
     except CircuitsError as error:
         if prompt is not None:
@@ -118,6 +119,18 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
     if trace.record.shard.group is not None:
         checks.append(_check_ranks(trace))
     return Certificate(model.name, tuple(checks))
+
+
+def _need_float32(model: Model) -> None:
+    """A model in memory runs in its own precision, and half precision proves nothing to five digits.
+
+    Raises:
+        CircuitsError: the model's weights are of less than 32 bits.
+    """
+    dtype = getattr(model.source.network, "dtype", torch.float32)
+    if dtype.itemsize < 4:
+        name = str(dtype).removeprefix("torch.")
+        raise CircuitsError(f"{model.name} runs in {name}: give it in float32 (network.float()), or its checkpoint")
 
 
 def _probe(model: Model) -> list[int]:

@@ -772,6 +772,9 @@ def test_half_precision_becomes_float32_when_a_layer_is_read():
     assert model.layer(0).W_V.dtype == torch.float32
     assert torch.equal(model.layer(0).W_O.flatten(0, 1).T, network.model.layers[0].self_attn.o_proj.weight.float())
     assert network.dtype == torch.bfloat16
+    certificate = model.verify()
+    assert certificate.summary == "1 of 5 checks passed, 4 not possible"
+    assert "runs in bfloat16" in certificate.checks[1].detail
     trace = model.trace(TOKENS)  # on the very network, in its own precision
     with torch.no_grad():
         assert torch.equal(trace.logits, network(torch.tensor([TOKENS]), use_cache=False).logits[0].float())
