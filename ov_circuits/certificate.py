@@ -7,8 +7,9 @@ transformers, which knows nothing of our split) and four identities must hold:
    along the wrong axis, a missing b_O. It takes z from the run, so it does not see W_V.
 2. one token: at the first position attention can only look at itself, so the output is ``sum_h (x W_V[g(h)] + b_V) W_O[h] + b_O``.
    Finds a wrong group map, a wrong layout of fused or grouped W_V, a value bias left out or added twice.
-3. query-key pattern: the softmax of our own ``x W_Q (x W_K)^T`` is the model's attention pattern. Finds wrong Q or K layouts and
-   permuted rotary rows, which leave OV right.
+3. query-key pattern: the softmax of our own ``x W_Q (x W_K)^T`` is the model's attention pattern, with all that stands between
+   them: norms of queries and keys, rotary positions (whole or in part, neighbours or halves, rescaled), alibi, softcap, windows.
+   Finds wrong Q or K layouts and permuted rotary rows, which leave OV right.
 4. ledger: the direct-logit account of the two likeliest next tokens sums to the model's own logit difference. Finds a wrong final
    norm, unembedding or embedding.
 
@@ -26,11 +27,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ov_circuits.checkpoint.positions import alibi_slopes, turn
 from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Layer, Model
-from ov_circuits.trace.engines import network_of
 from ov_circuits.trace.tensor_parallel import rank_facts
 
 if TYPE_CHECKING:
@@ -101,11 +102,12 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
         prompt: what to run; by default BOS (where there is one) and seeded random tokens.
 
     Raises:
-        CircuitsError: the prompt cannot be run.
+        CircuitsError: the prompt cannot be run, or not in float32.
     """
     raw = model.in_view("raw")
     checks = [_check_spectra(model)]
     try:
+        _need_float32(raw)
         trace = raw.trace(_probe(raw) if prompt is None else prompt)
     except CircuitsError as error:
         if prompt is not None:
@@ -117,6 +119,18 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
     if trace.record.shard.group is not None:
         checks.append(_check_ranks(trace))
     return Certificate(model.name, tuple(checks))
+
+
+def _need_float32(model: Model) -> None:
+    """A model in memory runs in its own precision, and half precision proves nothing to five digits.
+
+    Raises:
+        CircuitsError: the model's weights are of less than 32 bits.
+    """
+    dtype = getattr(model.source.network, "dtype", torch.float32)
+    if dtype.itemsize < 4:
+        name = str(dtype).removeprefix("torch.")
+        raise CircuitsError(f"{model.name} runs in {name}: give it in float32 (network.float()), or its checkpoint")
 
 
 def _probe(model: Model) -> list[int]:
@@ -162,57 +176,36 @@ def _check_ranks(trace: Trace) -> Check:
 def _check_one_token(trace: Trace) -> Check:
     def error(index: int, layer: Layer) -> Tensor:
         record = trace.record.layers[index]
-        v = torch.einsum("m,kmd->kd", record.attention_input[0].double(), layer.W_V.double())
-        v = layer.per_query_head(_with_bias(v, layer.b_V))
-        total = torch.einsum("hd,hdm->m", v, layer.W_O.double())
+        v = layer.per_query_head(layer.values(record.attention_input[:1]))
+        total = torch.einsum("htd,hdm->m", v, layer.W_O.double())
         return _relative(_with_bias(total, layer.b_O), record.attention_output[0])
 
     return _worst("one token", trace, error, _OUTPUT_LIMIT)
 
 
 def _check_pattern(trace: Trace) -> Check:
-    why_not = _why_no_pattern(trace)
-    if why_not is not None:
-        return Check("query-key pattern", None, None, None, why_not)
-    theta = trace.model.architecture.rope_theta
+    a, checkpoint = trace.model.architecture, trace.model.source.checkpoint
     positions = torch.arange(len(trace))
     distance = positions.unsqueeze(1) - positions.unsqueeze(0)
-    window = _window(trace)
-    hidden = (distance < 0) | (distance >= (len(trace) if window is None else window))
+    slopes = alibi_slopes(a)[:, None, None] if a.positions == "alibi" else None
 
     def error(index: int, layer: Layer) -> Tensor:
-        record = trace.record.layers[index]
-        x = record.attention_input.double()
-        q = _with_bias(torch.einsum("tm,hmd->thd", x, layer.W_Q.double()), layer.b_Q).transpose(0, 1)
-        k = _with_bias(torch.einsum("tm,kmd->tkd", x, layer.W_K.double()), layer.b_K).transpose(0, 1)
-        if theta is not None:
-            q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+        record, rotary, window = trace.record.layers[index], a.rotary_of(index), a.window_of(index)
+        q, k = layer.queries(record.attention_input), layer.keys(record.attention_input)
+        if rotary is not None:
+            by = turn(rotary, checkpoint.config, checkpoint.where, len(trace))
+            q, k = (rotate(x, positions, by.frequencies, interleaved=by.interleaved, scale=by.scale) for x in (q, k))
         scores = q @ layer.per_query_head(k).mT * layer.score_scale
+        if slopes is not None:
+            scores = scores - slopes * distance
+        if a.attention_softcap is not None:
+            scores = a.attention_softcap * (scores / a.attention_softcap).tanh()
+        hidden = (distance < 0) | (distance >= (len(trace) if window is None else window))
         pattern = scores.masked_fill(hidden, -math.inf).softmax(-1)
         shard = trace.record.shard
         return shard.gather((pattern[shard.heads] - record.pattern).abs().flatten(1).amax(1)).amax()
 
     return _worst("query-key pattern", trace, error, _PATTERN_LIMIT)
-
-
-def _why_no_pattern(trace: Trace) -> str | None:
-    """What the model's attention does that is not recomputed here; None when nothing."""
-    config = trace.model.source.checkpoint.config
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        return f"rotary positions of kind {kind!r} are not recomputed here"
-    window, kinds = _window(trace), config.get("layer_types") or []
-    if window is not None and window < len(trace) and len(set(kinds)) > 1:
-        return f"a sliding window of {window} in some layers only (layer_types) is not recomputed here"
-    return None
-
-
-def _window(trace: Trace) -> int | None:
-    """How many of the latest positions a query sees, itself included, as the model that ran has it; None for all."""
-    config = network_of(trace.model).config
-    # In a Llama's config the key is a leftover that transformers does not look at.
-    return config.sliding_window if config.model_type == "mistral" else None
 
 
 def _check_ledger(trace: Trace) -> Check:

@@ -4,6 +4,8 @@ A head reads ``xhat = (x - mean) / sigma * gain + bias`` (LayerNorm; RMSNorm has
 
 - ``raw``: W as stored;
 - ``folded``: ``diag(gain) W``, with ``bias W`` added to its own bias. The unembedding is a reader too, of the final norm;
+  A norm that queries and keys pass (Qwen 3, OLMo 2) folds its gain into W_Q and W_K, a norm that the attention's output passes
+  (Gemma 2, OLMo 2) into W_O. Their scales are a token's own and absent from weights;
 - ``centred``: folded, then ``(I - 11^T/d)`` on every side that meets the residual stream of a LayerNorm model: readers lose
   what a LayerNorm subtracts before they see it, writers lose what every later LayerNorm will subtract. Exact for all that a
   LayerNorm reads. RMSNorm subtracts no mean, so there it is refused.
@@ -18,7 +20,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ov_circuits.checkpoint.families import Architecture
+from ov_circuits.checkpoint.layout import Architecture
+from ov_circuits.checkpoint.norms import QKNorm
 from ov_circuits.errors import CircuitsError
 
 View = Literal["raw", "folded", "centred"]
@@ -70,6 +73,23 @@ def fold_reader_bias(b: Tensor | None, W: Tensor, norm_bias: Tensor | None, view
     return (added if b is None else b + added).to(W.dtype)
 
 
-def fold_writer(W: Tensor, view: View) -> Tensor:
-    """A writing matrix [..., k, d_model], or a written vector [d_model], in the given view."""
+def fold_qk_norm(W: Tensor, norm: QKNorm | None, view: View) -> Tensor:
+    """W_Q or W_K [head, d_model, d_head], or its bias [head, d_head], with the gain of the norm that queries or keys pass.
+
+    Such a norm's own bias, which no scale of a token multiplies, is left out.
+    """
+    if norm is None or view == "raw":
+        return W
+    if norm.kind == "LayerNorm" and view == "centred":
+        W = W - W.mean(dim=-1, keepdim=True)
+    return W * (norm.gain if W.ndim == 2 else norm.gain.unsqueeze(1))
+
+
+def fold_writer(W: Tensor, view: View, post_gain: Tensor | None = None) -> Tensor:
+    """A writing matrix [..., k, d_model], or a written vector [d_model], in the given view.
+
+    ``post_gain`` [d_model] is that of a norm which stands between it and the stream.
+    """
+    if post_gain is not None and view != "raw":
+        W = W * post_gain
     return W - W.mean(dim=-1, keepdim=True) if view == "centred" else W

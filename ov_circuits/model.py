@@ -16,7 +16,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
@@ -26,21 +26,25 @@ from einops import rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ov_circuits.checkpoint.families import (
-    Architecture,
-    Contents,
-    Family,
-    Role,
-    check_contents,
-    family_of,
-)
+from ov_circuits.checkpoint.contents import Contents, check_contents
+from ov_circuits.checkpoint.families import family_of
+from ov_circuits.checkpoint.layout import Architecture, Family, Role
 from ov_circuits.checkpoint.locate import Checkpoint
 from ov_circuits.checkpoint.lora import Adapter, Update
-from ov_circuits.checkpoint.mlp import Norm
+from ov_circuits.checkpoint.norms import Norm, QKNorm
 from ov_circuits.checkpoint.stores import MemoryStore, ReadOnce, TensorStore
 from ov_circuits.checkpoint.tokenizer import MissingTokenizer, Tokenizer
 from ov_circuits.errors import CircuitsError
-from ov_circuits.folding import VIEW_NOTES, View, check_view, default_view, fold_reader, fold_reader_bias, fold_writer
+from ov_circuits.folding import (
+    VIEW_NOTES,
+    View,
+    check_view,
+    default_view,
+    fold_qk_norm,
+    fold_reader,
+    fold_reader_bias,
+    fold_writer,
+)
 from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich, gram
 
 if TYPE_CHECKING:
@@ -71,6 +75,9 @@ class Layer:
         b_V: [n_kv_heads, d_head] or None.
         b_O: [d_model] or None; belongs to no head.
         score_scale: what query-key products are multiplied by before the softmax (1 / sqrt(d_head) as a rule).
+        q_norm, k_norm: norms that queries and keys pass before they meet (Qwen 3, OLMo 2), in the raw view; None as a rule. In the
+            other views their gains are in W_Q and W_K. What they divide by is each token's own: a static QK leaves it out.
+        qkv_clip: what queries, keys and values are clamped to (some OLMo); None as a rule. No matrix has it.
     """
 
     index: int
@@ -83,6 +90,35 @@ class Layer:
     b_V: Float[Tensor, "kv_head d_head"] | None
     b_O: Float[Tensor, " d_model"] | None
     score_scale: float
+    q_norm: QKNorm | None = None
+    k_norm: QKNorm | None = None
+    qkv_clip: float | None = None
+
+    def queries(self, x: Float[Tensor, "pos d_model"], head: int | None = None) -> Float[Tensor, "*head pos d_head"]:
+        """Queries of rows x that the reading norm gave, before positions turn them: of all heads, or [pos, d_head] of one.
+
+        Of a raw layer; float64.
+        """
+        return self._project(x, self.W_Q, self.b_Q, self.q_norm, head)
+
+    def keys(self, x: Float[Tensor, "pos d_model"], kv_head: int | None = None) -> Float[Tensor, "*kv_head pos d_head"]:
+        """Keys, likewise."""
+        return self._project(x, self.W_K, self.b_K, self.k_norm, kv_head)
+
+    def values(
+        self, x: Float[Tensor, "pos d_model"], kv_head: int | None = None
+    ) -> Float[Tensor, "*kv_head pos d_head"]:
+        """Values with their bias, likewise."""
+        return self._project(x, self.W_V, self.b_V, None, kv_head)
+
+    def _project(self, x: Tensor, W: Tensor, b: Tensor | None, norm: QKNorm | None, head: int | None) -> Tensor:
+        one = head is not None and (norm is None or not norm.whole)  # otherwise the norm needs all heads
+        heads = slice(head, head + 1) if head is not None and one else slice(None)
+        out = torch.einsum("tm,hmd->htd", x.double(), W[heads].double())
+        out = out if b is None else out + b[heads].double().unsqueeze(1)
+        out = out if norm is None else norm.of(heads)(out)
+        out = out if self.qkv_clip is None else out.clamp(-self.qkv_clip, self.qkv_clip)
+        return out if head is None else out[0 if one else head]
 
     def per_query_head(self, tensor: Tensor) -> Tensor:
         """[n_kv_heads, ...] -> [n_heads, ...]: each query head gets its group's key/value head (repeat_interleave, not tile)."""
@@ -156,8 +192,19 @@ class Model:
 
     @property
     def view_note(self) -> str:
-        """What the view means, in a sentence."""
-        return VIEW_NOTES[self.view]
+        """What the view means, in a sentence or two."""
+        family, a = self._source.family, self.architecture
+        folded = "" if self.view == "raw" else ", its gain is folded in"
+        notes = [VIEW_NOTES[self.view]]
+        if family.attention_post_norm is not None:
+            notes.append(
+                f"What heads write passes a norm before it is added{folded}; its scale, a token's own, is left out."
+            )
+        if a.qk_norm is not None:
+            notes.append(
+                f"Queries and keys pass a norm before they meet{folded}; its scale, a token's own, is left out."
+            )
+        return " ".join(notes)
 
     @property
     def source(self) -> Source:
@@ -183,12 +230,12 @@ class Model:
     def why_not_run(self) -> str | None:
         """Why no prompt can be run, as the end of a sentence; None when one can."""
         missing = self._source.contents.missing
-        if missing:
+        if missing and self._source.network is None:
             more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
             return f"the checkpoint lacks {missing[0]}{more}"
         if self._source.from_bridge and not self.architecture.scale_scores:
             return "its config says scale_attn_weights = false, which a TransformerBridge ignores when it runs"
-        return self._source.checkpoint.cannot_run
+        return self.architecture.cannot_run or self._source.checkpoint.cannot_run
 
     def in_view(self, view: str) -> Model:
         """The same checkpoint in another weight view.
@@ -246,24 +293,25 @@ class Model:
 
     @cached_property
     def W_E(self) -> Float[Tensor, "n_vocab d_model"]:
-        """Token embedding [n_vocab, d_model]."""
+        """Token embeddings as they enter the stream, [n_vocab, d_model]: times Gemma's or Granite's factor, after BLOOM's norm."""
         return fold_writer(self._source.embedding, self.view)
 
     @cached_property
     def W_pos(self) -> Float[Tensor, "n_ctx d_model"] | None:
-        """Learned position embedding [n_ctx, d_model]; None for rotary models."""
+        """Learned position embedding [n_ctx, d_model], row 0 that of position 0; None where positions are not learned."""
         positions = self._source.position_embedding
         return None if positions is None else fold_writer(positions, self.view)
 
     @cached_property
     def W_U(self) -> Float[Tensor, "d_model n_vocab"]:
-        """Unembedding [d_model, n_vocab]."""
+        """Unembedding [d_model, n_vocab]; a factor on all logits (Cohere, Granite) is not in it."""
         return fold_reader(self._source.unembedding, self._source.final_gain, self.view)
 
     @cached_property
     def b_U(self) -> Float[Tensor, " n_vocab"] | None:
-        """The final norm's bias seen through the unembedding, [n_vocab]; None when raw or when there is no such bias."""
-        return fold_reader_bias(None, self._source.unembedding, self._source.final_bias, self.view)
+        """The unembedding's bias (Phi, GPT-J) and, unless raw, the final norm's seen through it, [n_vocab]; None without either."""
+        s = self._source
+        return fold_reader_bias(s.unembedding_bias, s.unembedding, s.final_bias, self.view)
 
     @cached_property
     def grams(self) -> Grams:
@@ -427,10 +475,10 @@ class Head:
 class Source:
     """An open checkpoint and the parts of it that have been read. Shared by all views of a model."""
 
-    def __init__(self, checkpoint: Checkpoint, *, bridge: Any = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, bridge: Any = None, network: Any = None) -> None:
         self.checkpoint = checkpoint
         # The user's own transformers model, or the one that trace.engines makes when a prompt is first run.
-        self.network: Any = None if bridge is None else bridge.original_model
+        self.network: Any = network if bridge is None else bridge.original_model
         self.shard: Shard | None = None  # which heads the network holds here; None: all of them
         self.from_bridge = bridge is not None
         self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
@@ -456,55 +504,70 @@ class Source:
             return self._layers[key]
 
     def _read_layer(self, index: int, view: View) -> Layer:
-        a = self.architecture
+        a, family = self.architecture, self.family
         store = ReadOnce(self.store)  # a fused qkv is one tensor for three projections
-        gain, norm_bias = self._norm(self.family.attention_norm.format(layer=index))
+        norm = self.norm(family.attention_norm, index)
+        q_norm, k_norm = (
+            self._qk_norm(family.q_norm, index, a.n_heads),
+            self._qk_norm(family.k_norm, index, a.n_kv_heads),
+        )
 
-        def reader(role: Role, heads: int) -> tuple[Tensor, Tensor | None]:
-            """A reading matrix split into heads, its norm folded in as the view says."""
-            projection = self.family.projections[role]
-            matrix = projection.weight(store, index)
-            bias = projection.bias(store, index)
+        def reader(role: Role, heads: int, qk_norm: QKNorm | None = None) -> tuple[Tensor, Tensor | None]:
+            """A reading matrix split into heads, its norms folded in as the view says."""
+            projection = family.projections[role]
+            matrix = projection.weight(store, index, a)
+            bias = projection.bias(store, index, a)
             W = rearrange(matrix, "d_model (head d_head) -> head d_model d_head", head=heads)
             b = None if bias is None else rearrange(bias, "(head d_head) -> head d_head", head=heads)
-            return fold_reader(W, gain, view), fold_reader_bias(b, W, norm_bias, view)
+            b = fold_reader_bias(b, W, norm.bias, view)
+            W = fold_qk_norm(fold_reader(W, norm.gain, view), qk_norm, view)
+            return W, None if b is None else fold_qk_norm(b, qk_norm, view)
 
-        W_Q, b_Q = reader("Q", a.n_heads)
-        W_K, b_K = reader("K", a.n_kv_heads)
+        W_Q, b_Q = reader("Q", a.n_heads, q_norm)
+        W_K, b_K = reader("K", a.n_kv_heads, k_norm)
         W_V, b_V = reader("V", a.n_kv_heads)
-        output = self.family.projections["O"]
-        W_O = rearrange(output.weight(store, index), "(head d_head) d_model -> head d_head d_model", head=a.n_heads)
-        b_O = output.bias(store, index)
+        output, post_gain = family.projections["O"], None
+        if family.attention_post_norm is not None:
+            post_gain = self.norm(family.attention_post_norm, index).gain
+        matrix, b_O = output.weight(store, index, a), output.bias(store, index, a)
+        if a.residual_scale != 1:
+            matrix, b_O = matrix * a.residual_scale, None if b_O is None else b_O * a.residual_scale
+        W_O = rearrange(matrix, "(head d_head) d_model -> head d_head d_model", head=a.n_heads)
         return Layer(
             index=index,
             W_Q=W_Q,
             W_K=W_K,
             W_V=W_V,
-            W_O=fold_writer(W_O, view),
+            W_O=fold_writer(W_O, view, post_gain),
             b_Q=b_Q,
             b_K=b_K,
             b_V=b_V,
-            b_O=None if b_O is None else fold_writer(b_O, view),
+            b_O=None if b_O is None else fold_writer(b_O, view, post_gain),
             score_scale=a.score_scale(index),
+            q_norm=q_norm if view == "raw" else None,
+            k_norm=k_norm if view == "raw" else None,
+            qkv_clip=a.qkv_clip,
         )
 
     def attention_norm(self, layer: int) -> Norm:
-        """The norm that a layer's attention reads through."""
-        return self._as_it_runs(self.family.attention_norm.format(layer=layer))
+        """The norm that a layer's attention reads through; where it reads the stream as it is (OLMo 2), one that does nothing."""
+        return self.norm(self.family.attention_norm, layer)
 
     def attention_post_norm(self, layer: int) -> Norm | None:
         """The norm that a layer's attention output passes before it is added to the stream, where there is one."""
         name = self.family.attention_post_norm
-        return None if name is None else self._as_it_runs(name.format(layer=layer))
+        return None if name is None else self.norm(name, layer)
 
-    @property
-    def final_norm(self) -> Norm:
-        """The norm before the unembedding."""
-        return Norm(self.architecture.norm, self.final_gain, self.final_bias, self.architecture.norm_eps)
+    def norm(self, name: str | None, layer: int = 0) -> Norm:
+        """A norm of the family's table by its name, with ``{layer}``; None names the one that does nothing."""
+        name = None if name is None else name.format(layer=layer)
+        if name is not None and self.architecture.norm_gain != "none":
+            self._need(f"{name}.weight")
+        return Norm.read(self.store, name, self.architecture)
 
-    def _as_it_runs(self, name: str) -> Norm:
-        gain, bias = self._norm(name)
-        return Norm(self.architecture.norm, gain, bias, self.architecture.norm_eps)
+    def _qk_norm(self, name: str | None, layer: int, heads: int) -> QKNorm | None:
+        a = self.architecture
+        return None if name is None or a.qk_norm is None else QKNorm.read(self.store, name, a, layer, heads)
 
     def ov_update(self, index: int, view: View) -> LowRank:
         """See :meth:`Model.ov_update`."""
@@ -514,7 +577,9 @@ class Source:
                 f"{self.checkpoint.name} has no adapter: open a base with one (adapter=) to see its update"
             )
         adapted, base = self.layer(index, view), self.base.layer(index, view)
-        gain, _ = self._norm(self.family.attention_norm.format(layer=index))
+        gain = self.attention_norm(index).gain
+        post_norm = self.attention_post_norm(index)
+        post_gain = None if post_norm is None else post_norm.gain
         self._check_only_updated(adapter, index)
 
         def factors(role: Role) -> tuple[Tensor, Tensor]:
@@ -530,10 +595,10 @@ class Source:
             # The side that heads share stays; the other one is laid out as the weight itself, by the table.
             shared, own = (update.B.T, update.A) if role == "O" else (update.A.T, update.B)
             stored = own.T if projection.stored_in_out else own
-            laid_out = projection.weight(MemoryStore({f"{module}.weight": stored}), index)
+            laid_out = projection.weight(MemoryStore({f"{module}.weight": stored}), index, a)
             if role == "O":
                 heads = rearrange(laid_out, "(head d_head) r -> head d_head r", head=a.n_heads)
-                return heads, fold_writer(shared, view)
+                return heads, fold_writer(shared * a.residual_scale, view, post_gain)
             heads = rearrange(laid_out, "r (head d_head) -> head r d_head", head=a.n_kv_heads)
             return fold_reader(shared, gain, view), adapted.per_query_head(heads)
 
@@ -551,15 +616,11 @@ class Source:
     def _check_only_updated(self, adapter: Adapter, index: int) -> None:
         """Raise a CircuitsError if the adapter replaces as a whole what a layer's OV circuits are made of."""
         modules = [self.family.projections[role].name.format(layer=index) for role in ("V", "O")]
-        modules.append(self.family.attention_norm.format(layer=index))
+        if self.family.attention_norm is not None:
+            modules.append(self.family.attention_norm.format(layer=index))
         for name in adapter.replaced():
             if name.removeprefix(self.family.prefix) in {f"{module}.weight" for module in modules}:
                 raise CircuitsError(f"the adapter replaces {name} as a whole: its change of OV has no low rank")
-
-    def _norm(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """A norm's gain and, where it has one, its bias."""
-        bias = f"{name}.bias"
-        return self._need(f"{name}.weight"), self.store.read(bias) if bias in self.store else None
 
     def _need(self, name: str) -> Tensor:
         if name not in self.store:
@@ -574,21 +635,34 @@ class Source:
         """See :attr:`Model.why_no_vocabulary`."""
         if not self.contents.embeddings:
             return f"{self.checkpoint.where} holds attention weights only, no embeddings"
-        names = [f"{name}.weight" for name in (self.family.embed, self.family.unembed, self.family.final_norm)]
-        for name in [*names, f"{self.family.final_norm}.bias"]:
+        f = self.family
+        parts = [part for part in (f.embed, f.unembed, f.final_norm, f.embed_norm) if part is not None]
+        for name in [f"{part}.{kind}" for part in parts for kind in ("weight", "bias")]:
             if name in self.store and not bool(self.store.read(name).isfinite().all()):
                 return f"tensor {name} in {self.store.origin(name)} holds NaN or infinity"
         return None
 
     @cached_property
     def embedding(self) -> Tensor:
-        """W_E [n_vocab, d_model] as stored."""
+        """W_E [n_vocab, d_model], what enters the stream: stored rows times the family's factor, or after its norm (BLOOM)."""
+        stored, scale = self._stored_embedding, self.architecture.embed_scale
+        if self.family.embed_norm is not None:
+            stored = self.norm(self.family.embed_norm)(stored)
+        return stored if scale == 1 else stored * scale
+
+    @cached_property
+    def _stored_embedding(self) -> Tensor:
         return self._need(f"{self.family.embed}.weight")
 
     @cached_property
     def unembedding(self) -> Tensor:
-        """W_U [d_model, n_vocab] as stored; with tied weights, the embedding transposed."""
-        return self.embedding.mT if self.tied else self._need(f"{self.family.unembed}.weight").mT
+        """W_U [d_model, n_vocab] as stored; with tied weights, the stored embedding transposed."""
+        return self._stored_embedding.mT if self.tied else self._need(f"{self.family.unembed}.weight").mT
+
+    @cached_property
+    def unembedding_bias(self) -> Tensor | None:
+        """The unembedding's own bias [n_vocab], or None."""
+        return self._need(f"{self.family.unembed}.bias") if self.architecture.unembed_bias else None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -601,12 +675,6 @@ class Source:
         return digest.hexdigest()
 
     @cached_property
-    def unembedding_bias(self) -> Tensor | None:
-        """b_U [n_vocab] as stored, where the unembedding has one."""
-        name = f"{self.family.unembed}.bias"
-        return self.store.read(name) if name in self.store else None
-
-    @cached_property
     def tied(self) -> bool:
         """Whether the unembedding is the embedding. Where a file ties by config but holds another one, that one counts.
 
@@ -615,35 +683,38 @@ class Source:
         name = f"{self.family.unembed}.weight"
         if not self.architecture.tied or name not in self.store:
             return self.architecture.tied
-        return torch.equal(self.store.read(name), self.embedding)
+        return torch.equal(self.store.read(name), self._stored_embedding)
 
     @cached_property
     def position_embedding(self) -> Tensor | None:
-        """W_pos [n_ctx, d_model] as stored, where positions are learned."""
-        return None if self.family.positions is None else self._need(f"{self.family.positions}.weight")
+        """W_pos [n_ctx, d_model] where positions are learned, from position 0 on."""
+        name, first = self.family.positions, self.family.position_offset
+        return None if name is None else self._need(f"{name}.weight")[first:]
 
     @cached_property
-    def _final_norm(self) -> tuple[Tensor, Tensor | None]:
-        return self._norm(self.family.final_norm)
+    def final_norm(self) -> Norm:
+        """The norm before the unembedding."""
+        return self.norm(self.family.final_norm)
 
     @property
     def final_gain(self) -> Tensor:
         """The final norm's gain [d_model]."""
-        return self._final_norm[0]
+        return self.final_norm.gain
 
     @property
     def final_bias(self) -> Tensor | None:
         """The final norm's bias [d_model], or None."""
-        return self._final_norm[1]
+        return self.final_norm.bias
 
     @cached_property
     def raw_grams(self) -> Grams:
-        """The three Gram matrices of the stored embedding and unembedding; one product when they are tied."""
-        read = gram(self.embedding)
-        if self.tied:
-            return Grams(read, read, read)
+        """The three Gram matrices of embedding and unembedding; one product when one is a multiple of the other."""
         U = self.unembedding.mT
-        return Grams(read, gram(U), gram(U, self.embedding))
+        write = gram(U)
+        if self.tied and self.family.embed_norm is None:
+            scale = self.architecture.embed_scale
+            return Grams(write, write, write) if scale == 1 else Grams(write * scale**2, write, write * scale)
+        return Grams(gram(self.embedding), write, gram(U, self.embedding))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -680,6 +751,7 @@ def _parse_label(label: str | int | tuple[int, int], head: int | None) -> tuple[
 def load(
     x: Any = None,
     *,
+    config: Any = None,
     view: str | None = None,
     revision: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
@@ -688,28 +760,41 @@ def load(
 
     Args:
         x: nothing (the model that comes with the package), a folder, a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or
-            ``.gguf`` file, ``"smollm2"`` (after ``ov-circuits fetch smollm2``), a hub name such as ``"gpt2"`` or
-            ``"gpt2@main"``, or a TransformerLens ``TransformerBridge`` in memory, whose weights are used without a copy.
+            ``.gguf`` file, ``"smollm2"`` (after ``ov-circuits fetch smollm2``), or a hub name such as ``"gpt2"`` or
+            ``"gpt2@main"``. Or what is in memory already: a transformers model, a TransformerLens ``TransformerBridge``, a
+            state dict (with ``config``). Its weights are used without a copy; half precision becomes float32 layer by layer,
+            when a layer is read. Prompts are run on the model or bridge itself.
+        config: of a state dict: the content of its ``config.json`` or a transformers config.
         view: weight view; by default ``centred`` for LayerNorm and ``folded`` for RMSNorm models.
         revision: branch, tag or commit of a hub model.
         adapter: a folder with a LoRA adapter of PEFT, put on top of it. Such a folder may also be ``x``; then its own
             config says which base it belongs to.
 
     Raises:
-        CircuitsError: nothing is there, or it is not a GPT-2 or Llama-style checkpoint.
+        CircuitsError: nothing is there, or it is not a checkpoint of a family in the table.
     """
-    from ov_circuits.checkpoint.in_memory import from_bridge, is_bridge
-    from ov_circuits.checkpoint.locate import open_checkpoint
-
-    if not (x is None or isinstance(x, (str, os.PathLike)) or is_bridge(x)):
-        raise CircuitsError(
-            f"cannot open a {type(x).__name__}: give a name, a path or a TransformerBridge, or nothing for the embedded model"
-        )
-    if is_bridge(x):
-        if adapter is not None:
-            raise CircuitsError("an adapter is put on a checkpoint by name or path, not on a TransformerBridge")
-        source = Source(from_bridge(x), bridge=x)
-    else:
-        source = Source(open_checkpoint(x, revision, adapter))
+    source = _open(x, config, revision, adapter)
     chosen = default_view(source.architecture) if view is None else check_view(view, source.architecture)
     return Model(source, chosen)
+
+
+def _open(x: Any, config: Any, revision: str | None, adapter: str | os.PathLike[str] | None) -> Source:
+    from ov_circuits.checkpoint.in_memory import from_bridge, from_network, from_tensors, is_bridge, is_network
+    from ov_circuits.checkpoint.locate import open_checkpoint
+
+    if adapter is not None and not (x is None or isinstance(x, (str, os.PathLike))):
+        raise CircuitsError(f"an adapter is put on a checkpoint by name or path, not on a {type(x).__name__} in memory")
+    if isinstance(x, Mapping):
+        return Source(from_tensors(x, config))
+    if config is not None:
+        raise CircuitsError("a config belongs to a dictionary of tensors: files and models have their own")
+    if is_bridge(x):
+        return Source(from_bridge(x), bridge=x)
+    if is_network(x):
+        return Source(from_network(x), network=x if x.get_output_embeddings() is not None else None)
+    if x is None or isinstance(x, (str, os.PathLike)):
+        return Source(open_checkpoint(x, revision, adapter))
+    raise CircuitsError(
+        f"cannot open a {type(x).__name__}: give a name, a path, a transformers model, a TransformerBridge or a state dict, "
+        "or nothing for the embedded model"
+    )

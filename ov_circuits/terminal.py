@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ov_circuits.certificate import Certificate
     from ov_circuits.checkpoint.census import Census
+    from ov_circuits.checkpoint.layout import Architecture
     from ov_circuits.model import Head, Model
     from ov_circuits.trace.trace import Trace
 
@@ -56,7 +57,8 @@ def checkpoint_facts(label: str, found: Census, stored: Model | None) -> dict[st
         "context": a.n_ctx,
         "norm": a.norm,
         "norm_eps": a.norm_eps,
-        "positions": a.positions if a.rope_theta is None else f"{a.positions}, theta {a.rope_theta:g}",
+        "positions": _positions(a),
+        "attention": _peculiarities(a),
         "tied_unembedding": a.tied,
         "shapes": shapes,
         "parameters": found.n_parameters,
@@ -69,6 +71,39 @@ def checkpoint_facts(label: str, found: Census, stored: Model | None) -> dict[st
     if stored is None:
         return facts | {"holds": "a config alone, no weights"}
     return facts | {"holds": _holdings(stored), "default_view": stored.view}
+
+
+def _positions(a: Architecture) -> str:
+    """``rotary, theta 10000`` and whatever else is to be known of positions."""
+    turned = [rotary for rotary in a.rotary if rotary is not None]
+    if not turned:
+        return a.positions
+    bases = ", ".join(f"{theta:g}" for theta in dict.fromkeys(rotary.theta for rotary in turned))
+    kinds = ", ".join(dict.fromkeys(rotary.kind for rotary in turned if rotary.kind != "default"))
+    parts = [f"rotary, theta {bases}", *([f"rescaled ({kinds})"] if kinds else [])]
+    if turned[0].dim < a.d_head:
+        parts.append(f"on {turned[0].dim} of {a.d_head} coordinates")
+    if turned[0].interleaved:
+        parts.append("pairs are neighbours")
+    if len(turned) < a.n_layers:
+        parts.append(f"none in {a.n_layers - len(turned)} layers")
+    return ", ".join(parts)
+
+
+def _peculiarities(a: Architecture) -> list[str]:
+    """What this family's attention does beyond softmax(q k) v."""
+    windows = [window for window in a.windows if window is not None]
+    sizes = ", ".join(map(str, dict.fromkeys(windows)))
+    found = [
+        ("beside the MLP, not before it", a.parallel),
+        (f"a window of {sizes} in {len(windows)} of {a.n_layers} layers", bool(windows)),
+        ("queries and keys are normalised", a.qk_norm is not None),
+        (f"scores are capped at {a.attention_softcap}", a.attention_softcap is not None),
+        (f"queries, keys and values are clamped to {a.qkv_clip}", a.qkv_clip is not None),
+        (f"logits are multiplied by {a.logit_scale:g}", a.logit_scale != 1),
+        (f"logits are capped at {a.logit_softcap}", a.logit_softcap is not None),
+    ]
+    return [text for text, holds in found if holds]
 
 
 def _holdings(model: Model) -> str:
@@ -94,6 +129,7 @@ def print_checkpoint(facts: dict[str, Any]) -> None:
         ("vocabulary", f"{facts['vocabulary']:,}, unembedding {'tied' if facts['tied_unembedding'] else 'of its own'}"),
         ("context", f"{facts['context']:,} positions ({facts['positions']})"),
         ("norm", f"{facts['norm']}, eps {facts['norm_eps']:.3g}"),
+        *([("attention", "; ".join(facts["attention"]))] if facts["attention"] else []),
         *((name, f"{shape}") for name, shape in facts["shapes"].items()),
         ("parameters", f"{facts['parameters']:,} ({_short(facts['parameters'])})"),
         (

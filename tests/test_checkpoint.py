@@ -466,7 +466,7 @@ def test_a_count_that_makes_no_sense_is_named(gpt2, key, value):
         ({"vocab_size": 24}, ["wte.weight", "[23, 32]", "[24, 32]"]),
         ({"n_positions": 20}, ["wpe.weight", "[19, 32]", "[20, 32]"]),
         ({"layer_norm_epsilon": "small"}, ["layer_norm_epsilon", "'small'"]),
-        ({"model_type": "gpt_neox"}, ["'gpt_neox'", "gpt2, llama"]),
+        ({"model_type": "persimmon"}, ["'persimmon'", "gpt2, llama"]),
         ({"model_type": "bert"}, ["'bert'", "encoder"]),
         ({"model_type": "t5"}, ["'t5'", "encoder-decoder"]),
         ({"model_type": "mamba"}, ["'mamba'", "no heads"]),

@@ -164,7 +164,6 @@ def test_transposed_and_shared_tensors_are_plain(tmp_path):
         ("llama-grouped", dict(rope_parameters={"rope_type": "linear"}), "factor"),
         ("llama-grouped", dict(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}), "nonsense"),
         ("llama-grouped", dict(layer_types=["sliding_attention"] * 2), "sliding_window"),
-        ("llama-grouped", dict(model_type="mistral", sliding_window="x"), "sliding_window"),
     ],
 )
 def test_a_config_that_transformers_rejects(copied, name, changes, words):
@@ -279,11 +278,16 @@ def test_a_window_that_transformers_does_not_look_at(copied):
     assert ov.load(str(copied("llama-grouped", sliding_window=2))).verify().passed
 
 
-def test_windows_in_some_layers_only_are_not_checked(copied):
+def test_layer_types_that_transformers_does_not_look_at(copied):
     kinds = ["sliding_attention", "full_attention"]
-    folder = copied("llama-grouped", model_type="mistral", sliding_window=2, layer_types=kinds)
-    (check,) = (check for check in ov.load(str(folder)).verify().checks if check.name == "query-key pattern")
-    assert check.passed is None and "layer_types" in check.detail
+    assert (
+        ov.load(str(copied("llama-grouped", model_type="mistral", sliding_window=2, layer_types=kinds))).verify().passed
+    )
+
+
+def test_a_window_that_is_no_number_is_refused(copied):
+    with pytest.raises(CircuitsError, match="sliding_window is 'x', not a positive whole number"):
+        ov.load(str(copied("llama-grouped", model_type="mistral", sliding_window="x")))
 
 
 # -- names ----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ov_circuits.checkpoint.families import Architecture, family_of
+from ov_circuits.checkpoint.families import family_of
+from ov_circuits.checkpoint.layout import Architecture
 from ov_circuits.checkpoint.locate import FOREIGN_FILES, WEIGHT_FILES, read_config
 from ov_circuits.checkpoint.stores import exists, read_json
 
@@ -52,7 +53,7 @@ def census(config: Mapping[str, Any], where: str) -> Census:
     shapes = family.shapes(a, config)
     tensors = shapes.attention | shapes.embeddings | shapes.mlps
     per_layer = a.n_heads * a.d_head * a.d_model
-    biased = (role for role, p in family.projections.items() if f"{p.name.format(layer=0)}.bias" in tensors)
+    biased = (role for role in family.projections if role in a.biases)
     return Census(a, tuple(biased), sum(map(math.prod, tensors.values())), per_layer, per_layer * a.n_layers)
 
 

@@ -1,205 +1,177 @@
 """A table: how each architecture names and lays out its tensors. Adding a family is adding a row.
 
-A layout says how to get from a stored tensor to the canonical (in, out) matrix whose columns (for Q, K, V) or rows (for O)
-are in head-major order. What a head is, is decided in :mod:`ov_circuits.model` and nowhere else.
+Rows are made of :mod:`ov_circuits.checkpoint.layout`. What is near but outside is refused by name, with the reason.
 """
 
 from __future__ import annotations
 
 import reprlib
-import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
-from torch import Tensor
-
-from ov_circuits.checkpoint.stores import RenamedStore, TensorStore
+from ov_circuits.checkpoint.config import MOST_LAYERS, Config, RopeSettings
+from ov_circuits.checkpoint.layout import Architecture, Family, MLPRole, Part, Projection, Role, Rotary, Shapes
 from ov_circuits.errors import CircuitsError
 
-Role = Literal["Q", "K", "V", "O"]
-MLPRole = Literal["gate", "in", "out"]
+__all__ = [
+    "FAMILIES",
+    "Architecture",
+    "Family",
+    "MLPRole",
+    "Part",
+    "Projection",
+    "Role",
+    "Rotary",
+    "Shapes",
+    "family_of",
+    "model_type_of",
+]
+
+# -- from a config to numbers -----------------------------------------------------------------------------------------
+
+_QKV = ("Q", "K", "V")
+_ATTENTION = (*_QKV, "O")
+_PLAIN_MLP = ("in", "out")
+_GATED_MLP = ("gate", *_PLAIN_MLP)
+
+# Our name of a number -> the config's key.
+_KEYS = {
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "d_model": "hidden_size",
+    "d_head": "head_dim",
+    "d_mlp": "intermediate_size",
+    "n_ctx": "max_position_embeddings",
+}
+_GPT2_KEYS = _KEYS | {
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "d_model": "n_embd",
+    "d_mlp": "n_inner",
+    "n_ctx": "n_positions",
+}
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """The numbers of a checkpoint's config, under one set of names."""
+def _numbers(
+    get: Config,
+    norm: Literal["LayerNorm", "RMSNorm"],
+    eps: tuple[str, float],
+    *,
+    keys: Mapping[str, str] = _KEYS,
+    n_kv_heads: int | None = None,
+    kv_default: int | None = None,
+    d_head: int | None = None,
+    square: bool = False,
+    d_mlp: int | None = None,
+    n_ctx: Any = 2048,
+    tied: bool = False,
+    **facts: Any,
+) -> Architecture:
+    """What every config says.
 
-    family: str
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    d_model: int
-    d_head: int
-    d_mlp: int
-    n_vocab: int
-    n_ctx: int
-    norm: Literal["LayerNorm", "RMSNorm"]
-    norm_eps: float
-    positions: Literal["learned", "rotary"]
-    tied: bool
-    rope_theta: float | None = None
-    scale_by_layer: bool = False
-    scale_scores: bool = True
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per key/value head."""
-        return self.n_heads // self.n_kv_heads
-
-    def score_scale(self, layer: int) -> float:
-        """What a layer's raw query-key products are multiplied by before the softmax."""
-        scale = self.d_head**-0.5 if self.scale_scores else 1.0
-        return scale / (layer + 1) if self.scale_by_layer else scale
-
-
-@dataclass(frozen=True)
-class Projection:
-    """One of Q, K, V, O in the file.
-
-    Attributes:
-        name: the module's name with ``{layer}``; ``.weight`` and ``.bias`` hang below it.
-        stored_in_out: the weight is (in, out) as in GPT-2's Conv1D; otherwise (out, in) as in torch's Linear.
-        part: in a fused projection, which of the equal parts along the outputs; None when the tensor is its own.
+    Args:
+        norm, eps: kind of norm, and the key and default of its epsilon.
+        keys: our names of numbers -> the config's.
+        n_kv_heads: their number where the config does not say it under the usual key; ``kv_default``: where it may leave it out.
+        d_head: default width of a head, instead of d_model / n_heads; ``square``: it is always d_model / n_heads.
+        d_mlp: the MLP's width where the config may leave it out.
+        n_ctx, tied: defaults.
+        facts: further fields of the architecture.
     """
-
-    name: str
-    stored_in_out: bool = False
-    part: int | None = None
-
-    def weight(self, store: TensorStore, layer: int) -> Tensor:
-        """The (in, out) matrix, head-major along its heads."""
-        stored = store.read(f"{self.name.format(layer=layer)}.weight")
-        matrix = stored if self.stored_in_out else stored.mT
-        return matrix if self.part is None else matrix.chunk(3, dim=1)[self.part]
-
-    def bias(self, store: TensorStore, layer: int) -> Tensor | None:
-        """The bias along the outputs; None when the file has none."""
-        name = f"{self.name.format(layer=layer)}.bias"
-        if name not in store:
-            return None
-        bias = store.read(name)
-        return bias if self.part is None else bias.chunk(3)[self.part]
-
-
-@dataclass(frozen=True)
-class Family:
-    """A row of the table.
-
-    Attributes:
-        name: what pages call it.
-        architecture: config -> :class:`Architecture`.
-        prefix: what some files put before every name but the unembedding's.
-        projections: Q, K, V, O.
-        mlp: the MLP's matrices; without ``gate`` it is ``out(f(in x))``, with it ``out(f(gate x) * in x)``.
-        activation: the config's key for f, and what it is where the config does not say.
-        embed, unembed, positions: embedding tensors' names; ``positions`` is None without learned positions.
-        norms: names of the attention's and the MLP's reading norm (with ``{layer}``), and of the final one.
-        block, attention, mlp_module: where a running transformers model keeps a layer, its attention (whose second output
-            is the pattern) and its MLP (whose output is what it adds), by module name. The output projection's module is
-            the one that ``projections["O"]`` names.
-        shapes: all tensors of the model with the shapes that the config implies, by group.
-        attention_post_norm, mlp_post_norm: norms that the attention's and the MLP's output pass before they are added to
-            the stream (Gemma 2, OLMo 2); None where there are none.
-    """
-
-    name: str
-    architecture: Callable[[Mapping[str, Any]], Architecture]
-    prefix: str
-    projections: Mapping[Role, Projection]
-    mlp: Mapping[MLPRole, Projection]
-    activation: tuple[str, str]
-    embed: str
-    unembed: str
-    positions: str | None
-    attention_norm: str
-    mlp_norm: str
-    final_norm: str
-    block: str
-    attention: str
-    mlp_module: str
-    shapes: Callable[[Architecture, Mapping[str, Any]], Shapes]
-    attention_post_norm: str | None = None
-    mlp_post_norm: str | None = None
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Expected shapes by group: attention must be there, embeddings and MLPs may be absent as a whole."""
-
-    attention: dict[str, tuple[int, ...]]
-    embeddings: dict[str, tuple[int, ...]]
-    mlps: dict[str, tuple[int, ...]]
-
-
-# -- GPT-2 ------------------------------------------------------------------------------------------------------------
-
-
-def _gpt2_architecture(config: Mapping[str, Any]) -> Architecture:
-    get = _Config(config, "gpt2")
-    d_model, n_heads = get.count("n_embd"), get.count("n_head")
-    if d_model % n_heads:
-        raise CircuitsError(f"the config says n_embd = {d_model} and n_head = {n_heads}: heads do not divide the width")
+    n_layers = get.count(keys["n_layers"], largest=MOST_LAYERS)
+    d_model, n_heads = get.count(keys["d_model"]), get.count(keys["n_heads"])
+    if n_kv_heads is None:
+        n_kv_heads = get.count(keys["n_kv_heads"], kv_default or n_heads)
+    if n_heads % n_kv_heads:
+        raise CircuitsError(
+            f"the config says {n_heads} query heads on {n_kv_heads} key/value heads: groups would not be equal"
+        )
+    stated = None if square else get.raw(keys["d_head"])
+    if stated is None and d_head is None and d_model % n_heads:
+        which = f"{keys['d_model']} = {d_model} and {keys['n_heads']} = {n_heads}"
+        raise CircuitsError(
+            f"the config says {which}: heads do not divide the width"
+            if square
+            else f"the config says {which}, which do not divide, and gives no {keys['d_head']}"
+        )
+    width = d_head or d_model // n_heads
     return Architecture(
-        family="gpt2",
-        n_layers=get.count("n_layer", largest=_MOST_LAYERS),
+        family=get.family,
+        n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=n_heads,
+        n_kv_heads=n_kv_heads,
         d_model=d_model,
-        d_head=d_model // n_heads,
-        d_mlp=get.count("n_inner", 4 * d_model),
+        d_head=width if square else get.count(keys["d_head"], width),
+        d_mlp=get.count(keys["d_mlp"], d_mlp),
         n_vocab=get.count("vocab_size"),
-        n_ctx=get.count("n_positions", config.get("n_ctx")),
-        norm="LayerNorm",
-        norm_eps=get.number("layer_norm_epsilon", 1e-5),
+        n_ctx=get.count(keys["n_ctx"], n_ctx),
+        norm=norm,
+        norm_eps=get.number(*eps),
+        tied=get.flag("tie_word_embeddings", tied),
+        **{"positions": "rotary"} | facts,
+    )
+
+
+def _with_rotary(a: Architecture, rope: RopeSettings, *, interleaved: bool = False) -> Architecture:
+    """The same rotary positions in every layer."""
+    return replace(a, rotary=(_rotary(a, rope, interleaved),) * a.n_layers)
+
+
+def _rotary(a: Architecture, rope: RopeSettings, interleaved: bool = False) -> Rotary:
+    dim = int(a.d_head * rope.factor)
+    return Rotary(dim + dim % 2, interleaved, rope.theta, rope.kind, rope.group)
+
+
+def _if(condition: bool, roles: tuple[str, ...]) -> tuple[str, ...]:
+    return roles if condition else ()
+
+
+def _windows(a: Architecture, get: Config, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
+    """A window for the layers that ``layer_types`` calls sliding; ``sliding`` counts where the config has no such list."""
+    kinds = get.per_layer("layer_types", a.n_layers)
+    if kinds is not None:
+        unknown = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
+        if unknown is not None:
+            raise get.refusal(
+                "layer_types", f"names {reprlib.repr(unknown)}, which is no kind of attention that is split here"
+            )
+        sliding = [kind == "sliding_attention" for kind in kinds]
+    return tuple(window if slides else None for slides in sliding)
+
+
+# -- GPT-2 and what has its layout ------------------------------------------------------------------------------------
+
+
+def _gpt2_numbers(get: Config) -> Architecture:
+    width = get.raw("n_embd")
+    return _numbers(
+        get,
+        "LayerNorm",
+        ("layer_norm_epsilon", 1e-5),
+        keys=_GPT2_KEYS,
+        n_kv_heads=get.count("n_head"),
+        square=True,
+        d_mlp=4 * width if isinstance(width, int) else None,
+        n_ctx=get.raw("n_ctx"),
+        tied=True,
         positions="learned",
-        tied=get.flag("tie_word_embeddings", True),
+        norm_bias=True,
+        biases=_ATTENTION + _PLAIN_MLP,
         scale_by_layer=get.flag("scale_attn_by_inverse_layer_idx", False),
         scale_scores=get.flag("scale_attn_weights", True),
     )
 
 
-def _gpt2_shapes(a: Architecture, config: Mapping[str, Any]) -> Shapes:
-    attention: dict[str, tuple[int, ...]] = {}
-    mlps: dict[str, tuple[int, ...]] = {}
-    for i in range(a.n_layers):
-        attention |= {
-            f"h.{i}.ln_1.weight": (a.d_model,),
-            f"h.{i}.ln_1.bias": (a.d_model,),
-            f"h.{i}.attn.c_attn.weight": (a.d_model, 3 * a.d_model),
-            f"h.{i}.attn.c_attn.bias": (3 * a.d_model,),
-            f"h.{i}.attn.c_proj.weight": (a.d_model, a.d_model),
-            f"h.{i}.attn.c_proj.bias": (a.d_model,),
-        }
-        mlps |= {
-            f"h.{i}.ln_2.weight": (a.d_model,),
-            f"h.{i}.ln_2.bias": (a.d_model,),
-            f"h.{i}.mlp.c_fc.weight": (a.d_model, a.d_mlp),
-            f"h.{i}.mlp.c_fc.bias": (a.d_mlp,),
-            f"h.{i}.mlp.c_proj.weight": (a.d_mlp, a.d_model),
-            f"h.{i}.mlp.c_proj.bias": (a.d_model,),
-        }
-    embeddings: dict[str, tuple[int, ...]] = {
-        "wte.weight": (a.n_vocab, a.d_model),
-        "wpe.weight": (a.n_ctx, a.d_model),
-        "ln_f.weight": (a.d_model,),
-        "ln_f.bias": (a.d_model,),
-    }
-    if not a.tied:
-        embeddings["lm_head.weight"] = (a.n_vocab, a.d_model)
-    return Shapes(attention, embeddings, mlps)
-
-
 GPT2 = Family(
     name="gpt2",
-    architecture=_gpt2_architecture,
+    numbers=_gpt2_numbers,
     prefix="transformer.",
     projections={
-        "Q": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=0),
-        "K": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=1),
-        "V": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=2),
+        "Q": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=Part(0, "flat")),
+        "K": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=Part(1, "flat")),
+        "V": Projection("h.{layer}.attn.c_attn", stored_in_out=True, part=Part(2, "flat")),
         "O": Projection("h.{layer}.attn.c_proj", stored_in_out=True),
     },
     mlp={
@@ -216,83 +188,75 @@ GPT2 = Family(
     block="h.{layer}",
     attention="h.{layer}.attn",
     mlp_module="h.{layer}.mlp",
-    shapes=_gpt2_shapes,
+)
+
+
+def _fused(name: str, layout: Literal["flat", "grouped"]) -> dict[Role, Projection]:
+    """Q, K and V as parts of one projection, (out, in)."""
+    return {role: Projection(name, part=Part(index, layout)) for index, role in enumerate(("Q", "K", "V"))}  # type: ignore[misc]
+
+
+def _bigcode_numbers(get: Config) -> Architecture:
+    a = _gpt2_numbers(get)
+    return replace(a, n_kv_heads=1 if get.flag("multi_query", True) else a.n_heads, scale_by_layer=False)
+
+
+# One key/value head for all (flat and grouped are the same then), or q, k, v of one head after another.
+BIGCODE = replace(
+    GPT2,
+    name="gpt_bigcode",
+    numbers=_bigcode_numbers,
+    projections=_fused("h.{layer}.attn.c_attn", "grouped") | {"O": Projection("h.{layer}.attn.c_proj")},
+    mlp={"in": Projection("h.{layer}.mlp.c_fc"), "out": Projection("h.{layer}.mlp.c_proj")},
+    activation=("activation_function", "gelu_pytorch_tanh"),
+)
+
+
+def _gptj_numbers(get: Config) -> Architecture:
+    a = replace(
+        _gpt2_numbers(get),
+        positions="rotary",
+        tied=get.flag("tie_word_embeddings", False),
+        biases=_PLAIN_MLP,
+        unembed_bias=True,
+        parallel=True,
+        scale_by_layer=False,
+        scale_scores=True,
+    )
+    dim = get.count("rotary_dim", 64)
+    if dim > a.d_head or dim % 2:
+        raise get.refusal("rotary_dim", f"is {dim}: an even number up to a head's width, {a.d_head}, is needed")
+    return replace(a, rotary=(Rotary(dim, True, 10000.0),) * a.n_layers)
+
+
+GPTJ = replace(
+    GPT2,
+    name="gptj",
+    numbers=_gptj_numbers,
+    projections={
+        "Q": Projection("h.{layer}.attn.q_proj"),
+        "K": Projection("h.{layer}.attn.k_proj"),
+        "V": Projection("h.{layer}.attn.v_proj"),
+        "O": Projection("h.{layer}.attn.out_proj"),
+    },
+    mlp={"in": Projection("h.{layer}.mlp.fc_in"), "out": Projection("h.{layer}.mlp.fc_out")},
+    positions=None,
+    mlp_norm="h.{layer}.ln_1",
 )
 
 # -- Llama and what has its layout ------------------------------------------------------------------------------------
 
-
-def _llama_architecture(config: Mapping[str, Any]) -> Architecture:
-    get = _Config(config, "llama")
-    d_model, n_heads = get.count("hidden_size"), get.count("num_attention_heads")
-    n_kv_heads = get.count("num_key_value_heads", n_heads)
-    if n_heads % n_kv_heads:
-        raise CircuitsError(
-            f"the config says {n_heads} query heads on {n_kv_heads} key/value heads: groups would not be equal"
-        )
-    if config.get("head_dim") is None and d_model % n_heads:
-        raise CircuitsError(
-            f"the config says hidden_size = {d_model} and num_attention_heads = {n_heads}, which do not divide, "
-            "and gives no head_dim"
-        )
-    return Architecture(
-        family="llama",
-        n_layers=get.count("num_hidden_layers", largest=_MOST_LAYERS),
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        d_model=d_model,
-        d_head=get.count("head_dim", d_model // n_heads),
-        d_mlp=get.count("intermediate_size"),
-        n_vocab=get.count("vocab_size"),
-        n_ctx=get.count("max_position_embeddings", 2048),
-        norm="RMSNorm",
-        norm_eps=get.number("rms_norm_eps", 1e-6),
-        positions="rotary",
-        tied=get.flag("tie_word_embeddings", False),
-        rope_theta=get.rope_theta(10000.0),
-    )
+_LLAMA_EPS = ("rms_norm_eps", 1e-6)
 
 
-def _llama_shapes(a: Architecture, config: Mapping[str, Any]) -> Shapes:
-    get = _Config(config, "llama")
-    attention_bias, mlp_bias = get.flag("attention_bias", False), get.flag("mlp_bias", False)
-    query, kv = a.n_heads * a.d_head, a.n_kv_heads * a.d_head
-    attention: dict[str, tuple[int, ...]] = {}
-    mlps: dict[str, tuple[int, ...]] = {}
-    for i in range(a.n_layers):
-        attention |= {
-            f"layers.{i}.input_layernorm.weight": (a.d_model,),
-            f"layers.{i}.self_attn.q_proj.weight": (query, a.d_model),
-            f"layers.{i}.self_attn.k_proj.weight": (kv, a.d_model),
-            f"layers.{i}.self_attn.v_proj.weight": (kv, a.d_model),
-            f"layers.{i}.self_attn.o_proj.weight": (a.d_model, query),
-        }
-        if attention_bias:
-            attention |= {f"layers.{i}.self_attn.{p}_proj.bias": (n,) for p, n in (("q", query), ("k", kv), ("v", kv))}
-            attention[f"layers.{i}.self_attn.o_proj.bias"] = (a.d_model,)
-        mlps |= {
-            f"layers.{i}.post_attention_layernorm.weight": (a.d_model,),
-            f"layers.{i}.mlp.gate_proj.weight": (a.d_mlp, a.d_model),
-            f"layers.{i}.mlp.up_proj.weight": (a.d_mlp, a.d_model),
-            f"layers.{i}.mlp.down_proj.weight": (a.d_model, a.d_mlp),
-        }
-        if mlp_bias:
-            mlps |= {
-                f"layers.{i}.mlp.{p}_proj.bias": (n,)
-                for p, n in (("gate", a.d_mlp), ("up", a.d_mlp), ("down", a.d_model))
-            }
-    embeddings: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (a.n_vocab, a.d_model),
-        "norm.weight": (a.d_model,),
-    }
-    if not a.tied:
-        embeddings["lm_head.weight"] = (a.n_vocab, a.d_model)
-    return Shapes(attention, embeddings, mlps)
+def _llama_numbers(get: Config) -> Architecture:
+    biases = _if(get.flag("attention_bias", False), _ATTENTION) + _if(get.flag("mlp_bias", False), _GATED_MLP)
+    return _with_rotary(_numbers(get, "RMSNorm", _LLAMA_EPS, biases=biases), get.rope(10000.0))
 
 
 LLAMA = Family(
     name="llama",
-    architecture=_llama_architecture,
+    numbers=_llama_numbers,
     prefix="model.",
     projections={
         "Q": Projection("layers.{layer}.self_attn.q_proj"),
@@ -315,37 +279,693 @@ LLAMA = Family(
     block="layers.{layer}",
     attention="layers.{layer}.self_attn",
     mlp_module="layers.{layer}.mlp",
-    shapes=_llama_shapes,
 )
 
-FAMILIES: dict[str, Family] = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA}
+
+def _smollm3_numbers(get: Config) -> Architecture:
+    """Every fourth layer has no positions (NoPE)."""
+    biases = _if(get.flag("attention_bias", False), _ATTENTION) + _if(get.flag("mlp_bias", False), _GATED_MLP)
+    a = _numbers(get, "RMSNorm", _LLAMA_EPS, kv_default=4, n_ctx=32768, tied=True, biases=biases)
+    rotary = _rotary(a, get.rope(2e6))
+    every = get.count("no_rope_layer_interval", 4)
+    rotates = get.per_layer("no_rope_layers", a.n_layers)
+    if rotates is None:
+        rotates = [(layer + 1) % every != 0 for layer in range(a.n_layers)]
+    window = get.optional_count("sliding_window") if get.flag("use_sliding_window", False) else None
+    return replace(
+        a,
+        rotary=tuple(rotary if rotate else None for rotate in rotates),
+        windows=_windows(a, get, window, [not rotate for rotate in rotates]),
+    )
+
+
+SMOLLM3 = replace(LLAMA, name="smollm3", numbers=_smollm3_numbers)
+
+
+def _olmo_numbers(get: Config) -> Architecture:
+    """Norms without parameters."""
+    a = _numbers(
+        get,
+        "LayerNorm",
+        ("no key: OLMo's is fixed", 1e-5),
+        norm_gain="none",
+        biases=_if(get.flag("attention_bias", False), _ATTENTION),
+        qkv_clip=get.optional_number("clip_qkv"),
+    )
+    return _with_rotary(a, get.rope(10000.0))
+
+
+OLMO = replace(LLAMA, name="olmo", numbers=_olmo_numbers)
+
+
+def _olmo2_numbers(get: Config) -> Architecture:
+    a = _numbers(
+        get,
+        "RMSNorm",
+        ("rms_norm_eps", 1e-5),
+        biases=_if(get.flag("attention_bias", False), _ATTENTION),
+        qk_norm="projection",
+    )
+    return _with_rotary(a, get.rope(10000.0))
+
+
+# The stream is read as it is; norms stand after attention and MLP.
+OLMO2 = replace(
+    LLAMA,
+    name="olmo2",
+    numbers=_olmo2_numbers,
+    attention_norm=None,
+    mlp_norm=None,
+    attention_post_norm="layers.{layer}.post_attention_layernorm",
+    mlp_post_norm="layers.{layer}.post_feedforward_layernorm",
+    q_norm="layers.{layer}.self_attn.q_norm",
+    k_norm="layers.{layer}.self_attn.k_norm",
+)
+
+
+def _mistral_numbers(get: Config) -> Architecture:
+    a = _with_rotary(_numbers(get, "RMSNorm", _LLAMA_EPS, kv_default=8, n_ctx=4096 * 32), get.rope(10000.0))
+    return replace(a, windows=(get.optional_count("sliding_window", 4096),) * a.n_layers)
+
+
+MISTRAL = replace(LLAMA, name="mistral", numbers=_mistral_numbers)
+
+
+def _mixtral_numbers(get: Config) -> Architecture:
+    a = _numbers(get, "RMSNorm", ("rms_norm_eps", 1e-5), kv_default=8, n_ctx=4096 * 32)
+    return replace(_with_rotary(a, get.rope(1e6)), windows=(get.optional_count("sliding_window"),) * a.n_layers)
+
+
+def _mixtral_experts(a: Architecture, get: Config) -> dict[str, tuple[int, ...]]:
+    experts = get.count("num_local_experts", 8, largest=MOST_LAYERS)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(a.n_layers):
+        block = f"layers.{layer}.block_sparse_moe"
+        shapes[f"{block}.gate.weight"] = (experts, a.d_model)
+        for expert in range(experts):
+            for name, shape in (
+                ("w1", (a.d_mlp, a.d_model)),
+                ("w2", (a.d_model, a.d_mlp)),
+                ("w3", (a.d_mlp, a.d_model)),
+            ):
+                shapes[f"{block}.experts.{expert}.{name}.weight"] = shape
+    return shapes
+
+
+MIXTRAL = replace(
+    LLAMA,
+    name="mixtral",
+    numbers=_mixtral_numbers,
+    mlp={},
+    no_mlp="its layers choose among experts for every token, so no single MLP stands for layer 0",
+    more=_mixtral_experts,
+)
+
+
+def _qwen_windows(a: Architecture, get: Config) -> tuple[int | None, ...]:
+    window = get.optional_count("sliding_window", 4096) if get.flag("use_sliding_window", False) else None
+    first = int(get.number("max_window_layers", 28.0))
+    return _windows(a, get, window, [layer >= first for layer in range(a.n_layers)])
+
+
+def _qwen2_numbers(get: Config) -> Architecture:
+    a = _with_rotary(_numbers(get, "RMSNorm", _LLAMA_EPS, kv_default=32, n_ctx=32768, biases=_QKV), get.rope(10000.0))
+    return replace(a, windows=_qwen_windows(a, get))
+
+
+QWEN2 = replace(LLAMA, name="qwen2", numbers=_qwen2_numbers)
+
+
+def _qwen3_numbers(get: Config) -> Architecture:
+    a = _numbers(
+        get,
+        "RMSNorm",
+        _LLAMA_EPS,
+        kv_default=32,
+        d_head=128,
+        n_ctx=32768,
+        biases=_if(get.flag("attention_bias", False), _ATTENTION),
+        qk_norm="head",
+    )
+    return replace(_with_rotary(a, get.rope(10000.0)), windows=_qwen_windows(a, get))
+
+
+QWEN3 = replace(
+    LLAMA,
+    name="qwen3",
+    numbers=_qwen3_numbers,
+    q_norm="layers.{layer}.self_attn.q_norm",
+    k_norm="layers.{layer}.self_attn.k_norm",
+)
+
+
+def _gemma_base(get: Config, **facts: Any) -> Architecture:
+    """Gains are 1 + w, embeddings times sqrt(d_model), heads of 256 whatever d_model."""
+    if get.raw("use_bidirectional_attention"):
+        raise get.refusal("use_bidirectional_attention", "is true: its heads look both ways, as an encoder's")
+    return _numbers(
+        get,
+        "RMSNorm",
+        _LLAMA_EPS,
+        d_head=256,
+        tied=True,
+        norm_gain="offset",
+        embed_scale=get.count("hidden_size") ** 0.5,
+        biases=_if(get.flag("attention_bias", False), _ATTENTION),
+        **{"n_ctx": 8192} | facts,
+    )
+
+
+def _gemma_numbers(get: Config) -> Architecture:
+    return _with_rotary(_gemma_base(get, kv_default=16), get.rope(10000.0))
+
+
+GEMMA = replace(
+    LLAMA,
+    name="gemma",
+    numbers=_gemma_numbers,
+    activation=("hidden_act", "gelu_pytorch_tanh"),
+    legacy_activations={"gelu": "gelu_pytorch_tanh"},
+)
+
+
+def _gemma2_numbers(get: Config) -> Architecture:
+    a = _gemma_base(
+        get,
+        kv_default=4,
+        score_multiplier=get.count("query_pre_attn_scalar", 256) ** -0.5,
+        attention_softcap=get.optional_number("attn_logit_softcapping", 50.0),
+        logit_softcap=get.optional_number("final_logit_softcapping", 30.0),
+    )
+    sliding = [layer % 2 == 0 for layer in range(a.n_layers)]
+    windows = _windows(a, get, get.optional_count("sliding_window", 4096), sliding)
+    return replace(_with_rotary(a, get.rope(10000.0)), windows=windows)
+
+
+GEMMA2 = replace(
+    LLAMA,
+    name="gemma2",
+    numbers=_gemma2_numbers,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    mlp_norm="layers.{layer}.pre_feedforward_layernorm",
+    attention_post_norm="layers.{layer}.post_attention_layernorm",
+    mlp_post_norm="layers.{layer}.post_feedforward_layernorm",
+)
+
+
+def _gemma3_numbers(get: Config) -> Architecture:
+    """Local layers, with a base of their own, between global ones. (Its config has an attention softcap that its model ignores.)"""
+    a = _gemma_base(
+        get,
+        kv_default=4,
+        n_ctx=131072,
+        score_multiplier=get.count("query_pre_attn_scalar", 256) ** -0.5,
+        logit_softcap=get.optional_number("final_logit_softcapping"),
+        qk_norm="head",
+    )
+    every = get.count("sliding_window_pattern", 6)
+    sliding = [(layer + 1) % every != 0 for layer in range(a.n_layers)]
+    windows = _windows(a, get, get.optional_count("sliding_window", 4096), sliding)
+    local = get.rope(10000.0, layer_type="sliding_attention", theta_key="rope_local_base_freq", shared=False)
+    whole = get.rope(1e6, layer_type="full_attention")
+    kinds = get.per_layer("layer_types", a.n_layers)
+    if kinds is not None:
+        sliding = [kind == "sliding_attention" for kind in kinds]
+    rotary = {
+        True: replace(_rotary(a, local), settings="sliding_attention"),
+        False: replace(_rotary(a, whole), settings="full_attention"),
+    }
+    return replace(a, windows=windows, rotary=tuple(rotary[slides] for slides in sliding))
+
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3_text",
+    numbers=_gemma3_numbers,
+    q_norm="layers.{layer}.self_attn.q_norm",
+    k_norm="layers.{layer}.self_attn.k_norm",
+)
+
+
+def _phi3_numbers(get: Config) -> Architecture:
+    a = _numbers(get, "RMSNorm", ("rms_norm_eps", 1e-5), n_ctx=4096)
+    return replace(_with_rotary(a, get.rope(10000.0)), windows=(get.optional_count("sliding_window"),) * a.n_layers)
+
+
+PHI3 = replace(
+    LLAMA,
+    name="phi3",
+    numbers=_phi3_numbers,
+    projections=_fused("layers.{layer}.self_attn.qkv_proj", "flat") | {"O": LLAMA.projections["O"]},
+    mlp={
+        "gate": Projection("layers.{layer}.mlp.gate_up_proj", part=Part(0, "halves")),
+        "in": Projection("layers.{layer}.mlp.gate_up_proj", part=Part(1, "halves")),
+        "out": Projection("layers.{layer}.mlp.down_proj"),
+    },
+)
+
+
+def _phi_numbers(get: Config) -> Architecture:
+    normed = get.flag("qk_layernorm", False)
+    a = _numbers(
+        get,
+        "LayerNorm",
+        ("layer_norm_eps", 1e-5),
+        norm_bias=True,
+        biases=_ATTENTION + _PLAIN_MLP,
+        unembed_bias=True,
+        parallel=True,
+        qk_norm="head" if normed else None,
+        qk_norm_bias=normed,
+    )
+    return _with_rotary(a, get.rope(10000.0, default_factor=0.5))
+
+
+PHI = replace(
+    LLAMA,
+    name="phi",
+    numbers=_phi_numbers,
+    projections=LLAMA.projections | {"O": Projection("layers.{layer}.self_attn.dense")},  # type: ignore[operator]
+    mlp={"in": Projection("layers.{layer}.mlp.fc1"), "out": Projection("layers.{layer}.mlp.fc2")},
+    activation=("hidden_act", "gelu_new"),
+    mlp_norm="layers.{layer}.input_layernorm",
+    final_norm="final_layernorm",
+    q_norm="layers.{layer}.self_attn.q_layernorm",
+    k_norm="layers.{layer}.self_attn.k_layernorm",
+)
+
+
+def _stablelm_numbers(get: Config) -> Architecture:
+    a = _numbers(
+        get,
+        "LayerNorm",
+        ("layer_norm_eps", 1e-5),
+        kv_default=32,
+        square=True,
+        n_ctx=4096,
+        norm_bias=True,
+        biases=_if(get.flag("use_qkv_bias", False), _QKV),
+        parallel=get.flag("use_parallel_residual", False),
+        qk_norm="own head" if get.flag("qk_layernorm", False) else None,
+    )
+    return _with_rotary(a, get.rope(10000.0, default_factor=0.25))
+
+
+STABLELM = replace(
+    LLAMA,
+    name="stablelm",
+    numbers=_stablelm_numbers,
+    q_norm="layers.{layer}.self_attn.q_layernorm.norms.{head}",
+    k_norm="layers.{layer}.self_attn.k_layernorm.norms.{head}",
+    variant=lambda get: {"mlp_norm": LLAMA.attention_norm} if get.flag("use_parallel_residual", False) else {},
+)
+
+
+def _cohere_numbers(get: Config) -> Architecture:
+    a = _numbers(
+        get,
+        "LayerNorm",
+        ("layer_norm_eps", 1e-5),
+        n_ctx=8192,
+        tied=True,
+        biases=_if(get.flag("attention_bias", False), _ATTENTION),
+        parallel=True,
+        qk_norm="own head" if get.flag("use_qk_norm", False) else None,
+        logit_scale=get.number("logit_scale", 0.0625),
+    )
+    return _with_rotary(a, get.rope(500000.0), interleaved=True)
+
+
+COHERE = replace(
+    LLAMA,
+    name="cohere",
+    numbers=_cohere_numbers,
+    mlp_norm="layers.{layer}.input_layernorm",
+    q_norm="layers.{layer}.self_attn.q_norm",
+    k_norm="layers.{layer}.self_attn.k_norm",
+)
+
+
+def _granite_numbers(get: Config) -> Architecture:
+    divisor = get.number("logits_scaling", 1.0)
+    if divisor == 0:
+        raise get.refusal("logits_scaling", "is 0: logits are divided by it")
+    return replace(
+        _llama_numbers(get),
+        score_multiplier=get.number("attention_multiplier", 1.0),
+        embed_scale=get.number("embedding_multiplier", 1.0),
+        residual_scale=get.number("residual_multiplier", 1.0),
+        logit_scale=1 / divisor,
+    )
+
+
+GRANITE = replace(LLAMA, name="granite", numbers=_granite_numbers)
+
+
+def _starcoder2_numbers(get: Config) -> Architecture:
+    a = _numbers(
+        get,
+        "LayerNorm",
+        ("norm_epsilon", 1e-5),
+        kv_default=2,
+        n_ctx=4096,
+        tied=True,
+        norm_bias=True,
+        biases=_if(get.flag("use_bias", True), _ATTENTION + _PLAIN_MLP),
+    )
+    return replace(_with_rotary(a, get.rope(10000.0)), windows=(get.optional_count("sliding_window"),) * a.n_layers)
+
+
+STARCODER2 = replace(
+    LLAMA,
+    name="starcoder2",
+    numbers=_starcoder2_numbers,
+    mlp={"in": Projection("layers.{layer}.mlp.c_fc"), "out": Projection("layers.{layer}.mlp.c_proj")},
+    activation=("hidden_act", "gelu_pytorch_tanh"),
+)
+
+# -- NeoX, BLOOM, Falcon, OPT -----------------------------------------------------------------------------------------
+
+
+def _neox_numbers(get: Config) -> Architecture:
+    a = _numbers(
+        get,
+        "LayerNorm",
+        ("layer_norm_eps", 1e-5),
+        n_kv_heads=get.count("num_attention_heads"),
+        square=True,
+        norm_bias=True,
+        biases=_if(get.flag("attention_bias", True), _ATTENTION) + _PLAIN_MLP,
+        parallel=get.flag("use_parallel_residual", True),
+    )
+    rope = get.rope(10000.0, theta_key="rotary_emb_base", factor_key="rotary_pct", default_factor=0.25)
+    return _with_rotary(a, rope)
+
+
+NEOX = Family(
+    name="gpt_neox",
+    numbers=_neox_numbers,
+    prefix="gpt_neox.",
+    projections=_fused("layers.{layer}.attention.query_key_value", "grouped")
+    | {"O": Projection("layers.{layer}.attention.dense")},
+    mlp={
+        "in": Projection("layers.{layer}.mlp.dense_h_to_4h"),
+        "out": Projection("layers.{layer}.mlp.dense_4h_to_h"),
+    },
+    activation=("hidden_act", "gelu"),
+    embed="embed_in",
+    unembed="lm_head",
+    positions=None,
+    attention_norm="layers.{layer}.input_layernorm",
+    mlp_norm="layers.{layer}.post_attention_layernorm",
+    final_norm="final_layer_norm",
+    block="layers.{layer}",
+    attention="layers.{layer}.attention",
+    mlp_module="layers.{layer}.mlp",
+    aliases={"embed_out.weight": "lm_head.weight"},
+)
+
+
+def _bloom_numbers(get: Config) -> Architecture:
+    if get.flag("apply_residual_connection_post_layernorm", False):
+        key = "apply_residual_connection_post_layernorm"
+        raise get.refusal(
+            key, "is true: its stream is normalised between layers, so it is no sum of what components write"
+        )
+    keys = {
+        "n_layers": get.first("n_layer", "num_hidden_layers"),
+        "n_heads": get.first("n_head", "num_attention_heads"),
+        "d_model": get.first("n_embed", "hidden_size"),
+        "d_mlp": "no key: always 4 d_model",
+        "n_ctx": "seq_length",
+    }
+    return _numbers(
+        get,
+        "LayerNorm",
+        ("layer_norm_epsilon", 1e-5),
+        keys=_KEYS | keys,
+        n_kv_heads=get.count(keys["n_heads"]),
+        square=True,
+        d_mlp=4 * get.count(keys["d_model"]),
+        tied=True,
+        positions="alibi",
+        norm_bias=True,
+        biases=_ATTENTION + _PLAIN_MLP,
+    )
+
+
+# The output projection's module and the MLP's last one: what stands around them adds the stream to their output.
+BLOOM = Family(
+    name="bloom",
+    numbers=_bloom_numbers,
+    prefix="transformer.",
+    projections=_fused("h.{layer}.self_attention.query_key_value", "grouped")
+    | {"O": Projection("h.{layer}.self_attention.dense")},
+    mlp={"in": Projection("h.{layer}.mlp.dense_h_to_4h"), "out": Projection("h.{layer}.mlp.dense_4h_to_h")},
+    activation=("no key: always the same", "gelu_pytorch_tanh"),
+    embed="word_embeddings",
+    unembed="lm_head",
+    positions=None,
+    embed_norm="word_embeddings_layernorm",
+    attention_norm="h.{layer}.input_layernorm",
+    mlp_norm="h.{layer}.post_attention_layernorm",
+    final_norm="ln_f",
+    block="h.{layer}",
+    attention="h.{layer}.self_attention",
+    mlp_module="h.{layer}.mlp.dense_4h_to_h",
+)
+
+
+def _falcon_numbers(get: Config) -> Architecture:
+    new, alibi = get.flag("new_decoder_architecture", False), get.flag("alibi", False)
+    width_key = get.first("n_embed", "hidden_size")
+    n_heads = get.count("num_attention_heads")
+    a = _numbers(
+        get,
+        "LayerNorm",
+        ("layer_norm_epsilon", 1e-5),
+        keys=_KEYS | {"d_model": width_key, "d_mlp": "ffn_hidden_size"},
+        n_kv_heads=get.count("num_kv_heads", n_heads) if new else 1 if get.flag("multi_query", True) else n_heads,
+        square=True,
+        d_mlp=4 * get.count(width_key),
+        tied=True,
+        norm_bias=True,
+        biases=_if(get.flag("bias", False), _ATTENTION + _PLAIN_MLP),
+        parallel=new or get.flag("parallel_attn", True),
+    )
+    if not alibi:
+        return _with_rotary(a, get.rope(10000.0))
+    reason = (
+        "transformers adds Falcon's alibi twice when it keeps attention patterns, so its run would be another model's"
+    )
+    return replace(a, positions="alibi", cannot_run=reason)
+
+
+def _falcon_norms(get: Config) -> dict[str, Any]:
+    """One norm for both, one each, or the usual two in sequence."""
+    if not get.flag("parallel_attn", True):
+        if get.flag("new_decoder_architecture", False):
+            raise get.refusal(
+                "parallel_attn", "is false although new_decoder_architecture is true: transformers cannot run that"
+            )
+        return {"mlp_norm": "h.{layer}.post_attention_layernorm"}
+    if get.flag("new_decoder_architecture", False) and get.count("num_ln_in_parallel_attn", 2) == 2:
+        return {"attention_norm": "h.{layer}.ln_attn", "mlp_norm": "h.{layer}.ln_mlp"}
+    return {}
+
+
+FALCON = replace(
+    BLOOM,
+    name="falcon",
+    numbers=_falcon_numbers,
+    activation=("activation", "gelu"),
+    embed_norm=None,
+    mlp_norm="h.{layer}.input_layernorm",
+    mlp_module="h.{layer}.mlp",
+    variant=_falcon_norms,
+)
+
+
+def _opt_numbers(get: Config) -> Architecture:
+    if not get.flag("do_layer_norm_before", True):
+        problem = (
+            "is false (OPT-350m): norms stand behind the additions, so the stream is no sum of what components write"
+        )
+        raise get.refusal("do_layer_norm_before", problem)
+    width = get.count("hidden_size")
+    if get.count("word_embed_proj_dim", width) != width:
+        raise get.refusal(
+            "word_embed_proj_dim", f"is not hidden_size ({width}): a projection stands between embedding and stream"
+        )
+    if get.flag("_remove_final_layer_norm", False):
+        raise get.refusal("_remove_final_layer_norm", "is true: logits would be read without a final norm")
+    return _numbers(
+        get,
+        "LayerNorm",
+        ("no key: OPT's is fixed", 1e-5),
+        keys=_KEYS | {"d_mlp": "ffn_dim"},
+        n_kv_heads=get.count("num_attention_heads"),
+        square=True,
+        tied=True,
+        positions="learned",
+        norm_gain="stored" if get.flag("layer_norm_elementwise_affine", True) else "none",
+        norm_bias=True,
+        biases=_if(get.flag("enable_bias", True), _ATTENTION + _PLAIN_MLP),
+    )
+
+
+OPT = replace(
+    LLAMA,
+    name="opt",
+    numbers=_opt_numbers,
+    prefix="model.decoder.",
+    within="decoder.",
+    projections=LLAMA.projections | {"O": Projection("layers.{layer}.self_attn.out_proj")},  # type: ignore[operator]
+    mlp={"in": Projection("layers.{layer}.fc1"), "out": Projection("layers.{layer}.fc2")},
+    activation=("activation_function", "relu"),
+    positions="embed_positions",
+    position_offset=2,
+    attention_norm="layers.{layer}.self_attn_layer_norm",
+    mlp_norm="layers.{layer}.final_layer_norm",
+    final_norm="final_layer_norm",
+    mlp_module="layers.{layer}.fc2",
+)
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_ROWS = (
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    SMOLLM3,
+    OLMO,
+    OLMO2,
+    PHI,
+    PHI3,
+    NEOX,
+    GPTJ,
+    BIGCODE,
+    OPT,
+    BLOOM,
+    FALCON,
+    STABLELM,
+    COHERE,
+    GRANITE,
+    STARCODER2,
+)
+FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
 
 # Which family's layout a model class has, for configs that name no model_type.
-_CLASSES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+_CLASSES = {
+    "GPT2LMHeadModel": "gpt2",
+    "GPTBigCodeForCausalLM": "gpt_bigcode",
+    "GPTJForCausalLM": "gptj",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "SmolLM3ForCausalLM": "smollm3",
+    "OlmoForCausalLM": "olmo",
+    "Olmo2ForCausalLM": "olmo2",
+    "PhiForCausalLM": "phi",
+    "Phi3ForCausalLM": "phi3",
+    "OPTForCausalLM": "opt",
+    "BloomForCausalLM": "bloom",
+    "FalconForCausalLM": "falcon",
+    "StableLmForCausalLM": "stablelm",
+    "CohereForCausalLM": "cohere",
+    "GraniteForCausalLM": "granite",
+    "Starcoder2ForCausalLM": "starcoder2",
+}
 
 # What is near but outside, and why: refused by name.
-_ENCODERS = (
-    "bert",
-    "roberta",
-    "distilbert",
-    "albert",
-    "electra",
-    "deberta",
-    "deberta-v2",
-    "xlm-roberta",
-    "mpnet",
-    "modernbert",
-)
-_ENCODER_DECODERS = ("t5", "bart", "mt5", "mbart", "pegasus", "marian", "whisper")
-_OUTSIDE: dict[str, str] = {
-    **dict.fromkeys(_ENCODERS, "an encoder: its heads look both ways and there is no next-token logit to account for"),
-    **dict.fromkeys(_ENCODER_DECODERS, "an encoder-decoder: its heads do not share one causal residual stream"),
-    **dict.fromkeys(("mamba", "mamba2", "rwkv"), "no attention model: it has no heads to split"),
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3"),
-        "built on multi-head latent attention: its values pass through a shared compression, so W_V W_O per head is not defined",
+_REASONS: dict[str, tuple[str, ...]] = {
+    "an encoder: its heads look both ways and there is no next-token logit to account for": (
+        "bert",
+        "roberta",
+        "distilbert",
+        "albert",
+        "electra",
+        "deberta",
+        "deberta-v2",
+        "xlm-roberta",
+        "mpnet",
+        "modernbert",
+    ),
+    "an encoder-decoder: its heads do not share one causal residual stream": (
+        "t5",
+        "bart",
+        "mt5",
+        "mbart",
+        "pegasus",
+        "marian",
+        "whisper",
+        "t5gemma",
+    ),
+    "no attention model: it has no heads to split": ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),
+    "a hybrid: some of its layers mix tokens by a recurrence, a convolution or linear attention, which have no attention pattern": (
+        "jamba",
+        "bamba",
+        "zamba",
+        "zamba2",
+        "nemotron_h",
+        "falcon_h1",
+        "granitemoehybrid",
+        "recurrent_gemma",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "minimax",
+        "lfm2",
+        "olmo_hybrid",
+        "kimi_linear",
+    ),
+    "built on multi-head latent attention: its values pass through a shared compression, so W_V W_O per head is not defined": (
+        "deepseek_v2",
+        "deepseek_v3",
+        "kimi_k2",
+        "longcat_flash",
+        "minicpm3",
+        "glm4_moe_lite",
+    ),
+    "built so that its stream is several and layers share keys and values, so there is no one sum of head writes": (
+        "gemma3n",
+        "gemma3n_text",
+    ),
+    "built with attention sinks: a learned score takes part of every softmax, so its patterns do not sum to one": (
+        "gpt_oss",
+    ),
+    "a model of images or sound and text: save its language model alone (for Gemma 3, a Gemma3ForCausalLM) and open that": (
+        "gemma3",
+        "llava",
+        "llava_next",
+        "mllama",
+        "paligemma",
+        "idefics2",
+        "idefics3",
+        "smolvlm",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "mistral3",
+        "llama4",
+        "pixtral",
+        "qwen2_audio",
+        "phi4_multimodal",
     ),
 }
+_OUTSIDE = {name: reason for reason, names in _REASONS.items() for name in names}
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -355,9 +975,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         CircuitsError: the architecture is not in the table; the message says why, or which ones are.
     """
     model_type = model_type_of(config, where)
-    known = ", ".join(FAMILIES)
     if model_type in FAMILIES:
-        return FAMILIES[model_type]
+        return FAMILIES[model_type].of(config)
+    known = ", ".join(FAMILIES)
     if model_type in _OUTSIDE:
         raise CircuitsError(f"{where} is a {model_type!r} model, {_OUTSIDE[model_type]}. Supported: {known}")
     raise CircuitsError(
@@ -380,129 +1000,3 @@ def model_type_of(config: Mapping[str, Any], where: str) -> str:
         shown = reprlib.repr(model_type)
         raise CircuitsError(f"{where} cannot be used: model_type in its config.json is {shown}, not a name")
     return model_type
-
-
-def canonical_store(store: TensorStore, family: Family, wanted: Collection[str]) -> TensorStore:
-    """The wanted tensors of a store, the family's optional prefix taken off their names.
-
-    Whatever else lies in the file is hidden, as transformers ignores it: mask buffers, or biases that the config rules out.
-
-    Raises:
-        CircuitsError: a tensor is there under both of its names.
-    """
-    names: dict[str, str] = {}
-    for name in store.names():
-        short = name.removeprefix(family.prefix)
-        if short not in wanted:
-            continue
-        if short in names:
-            raise CircuitsError(
-                f"{store.origin(name)} holds both {names[short]} and {name}, which are names of the same tensor: "
-                "two checkpoints were merged into one; write it again from one of them"
-            )
-        names[short] = name
-    return RenamedStore(store, names)
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a checkpoint holds beyond attention weights."""
-
-    embeddings: bool
-    mlps: bool
-    missing: tuple[str, ...]
-
-
-def check_contents(
-    store: TensorStore, family: Family, architecture: Architecture, config: Mapping[str, Any], where: str
-) -> tuple[TensorStore, Contents]:
-    """Compare the headers with the config: every attention tensor must be there, all that is there must have its shape.
-
-    Returns:
-        The tensors of this architecture under their canonical names, and what they amount to.
-
-    Raises:
-        CircuitsError: an attention tensor is missing, or a shape contradicts the config.
-    """
-    shapes = family.shapes(architecture, config)
-    # Some files store an unembedding though the config ties it.
-    unembedding = {f"{family.unembed}.weight": (architecture.n_vocab, architecture.d_model)}
-    wanted = shapes.attention | shapes.embeddings | shapes.mlps | unembedding
-    store = canonical_store(store, family, wanted)
-    for name, expected in wanted.items():
-        if name in store and store.shape(name) != expected:
-            raise CircuitsError(
-                f"tensor {name} in {store.origin(name)} has shape {list(store.shape(name))}, but the config of {where} "
-                f"implies {list(expected)}: the config and the weights belong to different models"
-            )
-    absent = [name for name in shapes.attention if name not in store]
-    if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise CircuitsError(
-            f"{where} lacks the tensor {absent[0]}{more}, which a {family.name} attention layer needs: "
-            "the checkpoint is incomplete, or config.json says more layers than there are"
-        )
-    lacking_embeddings = [name for name in shapes.embeddings if name not in store]
-    lacking_mlps = [name for name in shapes.mlps if name not in store]
-    contents = Contents(not lacking_embeddings, not lacking_mlps, tuple(lacking_embeddings + lacking_mlps))
-    return store, contents
-
-
-# Beyond these a number is a slip of the pen. Tensors are listed layer by layer, so layers are what fills the memory.
-_LARGEST = 10**8
-_MOST_LAYERS = 10**4
-
-
-class _Config:
-    """A config's values, with the sentence to say when one is missing or makes no sense."""
-
-    def __init__(self, config: Mapping[str, Any], family: str) -> None:
-        self._config, self._family = config, family
-
-    def _refusal(self, key: str, problem: str) -> CircuitsError:
-        return CircuitsError(f"the config of this {self._family} model cannot be used: {key} {problem}")
-
-    def count(self, key: str, default: Any = None, *, largest: int = _LARGEST) -> int:
-        """A positive whole number."""
-        value = self._config.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self._refusal(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._refusal(key, f"is {reprlib.repr(value)}, not a positive whole number")
-        if value > largest:
-            raise self._refusal(
-                key, f"is {reprlib.repr(value)}, more than any model has (at most {largest:,} are taken)"
-            )
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A finite number from 0 on."""
-        value = self._config.get(key, default)
-        # Compared before it is converted: JSON's whole numbers have no bound. NaN is not between anything.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-            raise self._refusal(key, f"is {reprlib.repr(value)}, not a finite number from 0 on")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false; ``"false"`` in quotes would count as true."""
-        value = self._config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self._refusal(key, f"is {reprlib.repr(value)}, not true or false")
-        return value
-
-    def rope_theta(self, default: float) -> float:
-        """The rotary base, looked for where transformers does: its groups of rotary settings first, a key of its own last."""
-        for group in ("rope_scaling", "rope_parameters"):
-            settings = self._config.get(group)
-            if settings is not None and not isinstance(settings, Mapping):
-                raise self._refusal(group, f"is {reprlib.repr(settings)}, not an object")
-        settings = self._config.get("rope_scaling") or self._config.get("rope_parameters") or {}
-        for values in (settings, self._config):
-            if values.get("rope_theta") is not None:
-                theta = _Config(values, self._family).number("rope_theta", default)
-                if theta == 0:
-                    raise self._refusal("rope_theta", "is 0: rotary positions need a base above 0")
-                return theta
-        return default

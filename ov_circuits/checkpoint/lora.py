@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ov_circuits.checkpoint.families import Family, family_of
+from ov_circuits.checkpoint.families import family_of
 from ov_circuits.checkpoint.foreign import Settings
+from ov_circuits.checkpoint.layout import Family
 from ov_circuits.checkpoint.stores import (
     Recipe,
     RecipeStore,

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.checkpoint.families import Architecture, Family, MLPRole
+from ov_circuits.checkpoint.layout import Architecture, Family, MLPRole
+from ov_circuits.checkpoint.norms import Norm, need
 from ov_circuits.checkpoint.stores import TensorStore
 from ov_circuits.errors import CircuitsError
 
@@ -42,73 +42,32 @@ class Linear:
 
 
 @dataclass(frozen=True, eq=False)
-class Norm:
-    """LayerNorm or RMSNorm with its gain and bias."""
-
-    kind: str
-    gain: Float[Tensor, " d_model"]
-    bias: Float[Tensor, " d_model"] | None
-    eps: float
-
-    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Normalised rows, gain and bias applied."""
-        if self.kind == "LayerNorm":
-            return F.layer_norm(x, (x.shape[-1],), self.gain, self.bias, self.eps)
-        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * self.gain
-
-    def frozen(self, x: Float[Tensor, " d_model"], direction: Float[Tensor, " d_model"]) -> FrozenNorm:
-        """The norm at the scale that it has on x, read along a direction of its output; float64."""
-        x, direction = x.double(), direction.double()
-        read = self.gain.double() * direction
-        if self.kind == "LayerNorm":
-            x, read = x - x.mean(), read - read.mean()
-        scale = float((x.square().mean() + self.eps).sqrt())
-        constant = 0.0 if self.bias is None else float(self.bias.double() @ direction)
-        return FrozenNorm(read / scale, constant, scale)
-
-    @classmethod
-    def read(cls, store: TensorStore, name: str, architecture: Architecture) -> Norm:
-        """The norm of that name."""
-        bias = f"{name}.bias"
-        return cls(
-            architecture.norm,
-            need(store, f"{name}.weight"),
-            store.read(bias) if bias in store else None,
-            architecture.norm_eps,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class FrozenNorm:
-    """A norm held at one scale is linear: ``norm(x) . direction = sum_c c . self.direction + constant`` for x = sum_c c.
+class MLP:
+    """One layer's MLP with the norm it reads through, raw weights.
 
     Attributes:
-        direction: along which the norm's input is read, [d_model], float64: mean, gain and scale are in it.
-        constant: what the norm's bias contributes.
-        scale: the sigma that was held.
+        norm: the reading norm.
+        gate, into, out: its matrices; ``gate`` is None in an MLP without one.
+        activation: f.
+        post_norm: the norm that its output passes before it is added (of kind None as a rule).
+        scale: what its output is multiplied by before it is added (1 as a rule).
     """
-
-    direction: Float[Tensor, " d_model"]
-    constant: float
-    scale: float
-
-
-@dataclass(frozen=True, eq=False)
-class MLP:
-    """One layer's MLP with the norm it reads through, raw weights."""
 
     norm: Norm
     gate: Linear | None
     into: Linear
     out: Linear
     activation: Activation
+    post_norm: Norm
+    scale: float
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """What it adds to the raw residual stream x [..., d_model]."""
         normed = self.norm(x)
-        if self.gate is None:
-            return self.out(self.activation(self.into(normed)))
-        return self.out(self.activation(self.gate(normed)) * self.into(normed))
+        hidden = self.into(normed)
+        hidden = self.activation(hidden) if self.gate is None else self.activation(self.gate(normed)) * hidden
+        written = self.post_norm(self.out(hidden))
+        return written if self.scale == 1 else written * self.scale
 
     @classmethod
     def read(
@@ -117,35 +76,32 @@ class MLP:
         """A layer's MLP; ``store`` is under the family's names.
 
         Raises:
-            CircuitsError: the checkpoint does not hold it, or its activation is unknown.
+            CircuitsError: the layer has no single MLP, the checkpoint does not hold it, or its activation is unknown.
         """
+        if family.no_mlp is not None:
+            raise CircuitsError(
+                f"this {family.name} model's first MLP cannot be computed ({family.no_mlp}): use source 'embed'"
+            )
 
         def linear(role: MLPRole) -> Linear:
             projection = family.mlp[role]
             need(store, f"{projection.name.format(layer=layer)}.weight")
-            return Linear(projection.weight(store, layer), projection.bias(store, layer))
+            return Linear(projection.weight(store, layer, architecture), projection.bias(store, layer, architecture))
+
+        def norm(name: str | None) -> Norm:
+            return Norm.read(store, None if name is None else name.format(layer=layer), architecture)
 
         key, default = family.activation
+        activation = str(config.get(key) or default)
         return cls(
-            norm=Norm.read(store, family.mlp_norm.format(layer=layer), architecture),
+            norm=norm(family.mlp_norm),
             gate=linear("gate") if "gate" in family.mlp else None,
             into=linear("in"),
             out=linear("out"),
-            activation=_activation(str(config.get(key) or default)),
+            activation=_activation(family.legacy_activations.get(activation, activation)),
+            post_norm=norm(family.mlp_post_norm),
+            scale=architecture.residual_scale,
         )
-
-
-def need(store: TensorStore, name: str) -> Tensor:
-    """A tensor that an MLP cannot do without.
-
-    Raises:
-        CircuitsError: the checkpoint does not hold it.
-    """
-    if name not in store:
-        raise CircuitsError(
-            f"the checkpoint has no tensor {name}, so its first MLP cannot be computed: use source 'embed'"
-        )
-    return store.read(name)
 
 
 def _activation(name: str) -> Activation:

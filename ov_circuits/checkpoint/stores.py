@@ -286,7 +286,7 @@ def _torch_load(file: Path) -> Any:
 
 
 class MemoryStore(TensorStore):
-    """Tensors that are in memory already (a state dict); nothing is copied unless it must become float32."""
+    """Tensors that are in memory already (a state dict); only what must become float32 or lies on a device is copied."""
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str = "memory") -> None:
         self._tensors, self._origin = dict(tensors), origin
@@ -304,7 +304,7 @@ class MemoryStore(TensorStore):
         return self._origin
 
     def _read(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return self._tensors[name].cpu()
 
 
 @dataclass(frozen=True)

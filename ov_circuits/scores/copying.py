@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ov_circuits.checkpoint.locate import data_file
-from ov_circuits.checkpoint.mlp import Norm
+from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.vocab_ranks import capped_ranks, full_ranks
 from ov_circuits.model import Model
@@ -200,11 +200,11 @@ def _share_of_top(logits: Tensor, ids: Tensor) -> float:
 
 
 class _Unscaled:
-    """The attention norm without its gain and bias, which the weight view carries or leaves out."""
+    """The attention norm (where there is one) without its gain and bias, which the weight view carries or leaves out."""
 
     def __init__(self, model: Model) -> None:
-        a = model.architecture
-        self._norm = Norm(a.norm, torch.ones(a.d_model), None, a.norm_eps)
+        a, name = model.architecture, model.source.family.attention_norm
+        self._norm = Norm(None if name is None else a.norm, torch.ones(a.d_model), None, a.norm_eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x)
@@ -217,8 +217,10 @@ class _FinalLayer:
         s = model.source
         self._norm = Norm(s.architecture.norm, s.final_gain, None, s.architecture.norm_eps)
         self._W_U = s.unembedding
-        #: The norm's bias through W_U, [n_vocab], or zero: what does not change sign with the vector.
+        #: The norm's bias through W_U and the unembedding's own, [n_vocab], or zero: what does not change sign with the vector.
         self.constant = torch.zeros(()) if s.final_bias is None else s.final_bias @ s.unembedding
+        if s.unembedding_bias is not None:
+            self.constant = self.constant + s.unembedding_bias
 
     def __call__(self, written: Tensor) -> Tensor:
         """Logits [n, n_vocab], the constant left out."""

@@ -2,7 +2,8 @@
 
 QK is W_Q W_K^T times the score scale; rows are queries. Rotary models have one QK matrix for each distance ``offset`` between
 query and key, W_Q R(offset) W_K^T (the query stands ``offset`` positions after the key): every result names its own.
-Biases are left out of matrices and pairs, and put in where positions are concerned.
+Biases are left out of matrices and pairs, and put in where positions are concerned. Where queries and keys pass a norm before
+they meet (Qwen 3, OLMo 2), matrices hold its gain (unless raw) and not its scale, which is a token's own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
+from ov_circuits.checkpoint.norms import normalised
+from ov_circuits.checkpoint.positions import Turn, turn
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import LowRank
 from ov_circuits.linalg.rotary import rotate
@@ -23,6 +26,9 @@ from ov_circuits.model import Head, Layer, Model
 from ov_circuits.scores import spectra
 from ov_circuits.scores.composition import broken_tensors
 from ov_circuits.scores.pairs import need_embeddings, pair_frame
+
+# Rows at a time: a norm of queries may need those of all heads.
+_BLOCK = 2048
 
 
 @dataclass(frozen=True)
@@ -151,14 +157,19 @@ def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tupl
     """
     chosen = model.head(head) if isinstance(head, str) else head
     need_embeddings(model, "offset profiles")
-    theta = _theta(model)
+    turned_by = _turn(model, chosen.layer)
+    if turned_by is None:
+        why = (
+            "position_pattern shows what its learned positions do"
+            if model.W_pos is not None
+            else "there is nothing to show"
+        )
+        raise CircuitsError(f"{model.name} has no rotary positions in layer {chosen.layer}; {why}")
     q, k = _queries_and_keys(model, chosen, model.in_view("raw").W_E)
     same = q.mT @ k / len(q)  # trace of R(offset)^T (q^T k): the mean over tokens of a token's score for itself
     records = []
     for offset in offsets:
-        turned = rotate(
-            torch.eye(q.shape[-1], dtype=torch.float64), torch.full((q.shape[-1],), _distance(offset)), theta
-        )
+        turned = _turned(torch.eye(q.shape[-1], dtype=torch.float64), _distance(offset), turned_by)
         records.append((offset, float(q.mean(0) @ turned @ k.mean(0)), float((turned * same).sum())))
     frame = pd.DataFrame(records, columns=["offset", "mean", "same_token"])
     frame.attrs = {
@@ -171,31 +182,34 @@ def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tupl
 
 def _queries_and_keys(model: Model, head: Head, stream: Tensor) -> tuple[Tensor, Tensor]:
     """Scaled queries and keys [n, d_head] of residual-stream rows [n, d_model], normalised by their own scale. float64."""
-    folded = model.in_view("folded")
-    layer, a = folded.layer(head.layer), model.architecture
-    x = stream.double()
-    if a.norm == "LayerNorm":
-        x = x - x.mean(-1, keepdim=True)
-    x = x / (x.square().mean(-1, keepdim=True) + a.norm_eps).sqrt()
-
-    def project(W: Tensor, b: Tensor | None, index: int) -> Tensor:
-        out = x @ W[index].double()
-        return out if b is None else out + b[index].double()
-
-    return project(layer.W_Q, layer.b_Q, head.index) * layer.score_scale, project(layer.W_K, layer.b_K, head.kv_head)
+    layer = model.in_view("raw").layer(head.layer)
+    norm = model.source.attention_norm(head.layer)
+    queries, keys = [], []
+    for rows in stream.split(_BLOCK):
+        x = rows.double() if norm.kind is None else normalised(rows.double(), norm.kind, norm.eps, norm.gain, norm.bias)
+        queries.append(layer.queries(x, head.index) * layer.score_scale)
+        keys.append(layer.keys(x, head.kv_head))
+    return torch.cat(queries), torch.cat(keys)
 
 
 def _qk(model: Model, layer: Layer, offset: int) -> LowRank:
     """All heads' QK of a layer at a distance of query and key."""
     if model.architecture.positions != "rotary":
         if offset:
-            raise CircuitsError(f"{model.name} has learned positions: its QK matrix does not depend on an offset")
+            raise CircuitsError(
+                f"{model.name} has no rotary positions ({model.architecture.positions}): its QK matrix does not depend on an offset"
+            )
         return layer.qk
-    if offset == 0:
+    turned_by = _turn(model, layer.index)
+    if turned_by is None or (offset == 0 and turned_by.scale == 1):
         return layer.qk
-    left = layer.qk.left
-    distance = torch.full(left.shape[-2:-1], _distance(offset))
-    return LowRank(rotate(left, distance, _theta(model)), layer.qk.right.double())
+    return LowRank(_turned(layer.qk.left, _distance(offset), turned_by), layer.qk.right.double())
+
+
+def _turned(queries: Tensor, offset: int, by: Turn) -> Tensor:
+    """Queries [..., n, d_head] turned as much as they are beyond keys ``offset`` positions before them."""
+    distance = torch.full((queries.shape[-2],), offset)
+    return rotate(queries, distance, by.frequencies, interleaved=by.interleaved, scale=by.scale**2)
 
 
 def _named_offset(model: Model, offset: int) -> int | None:
@@ -208,22 +222,7 @@ def _distance(offset: int) -> int:
     return offset
 
 
-def _theta(model: Model) -> float:
-    """The base of the rotary frequencies.
-
-    Raises:
-        CircuitsError: no rotary positions, or frequencies that are rescaled.
-    """
-    theta = model.architecture.rope_theta
-    if theta is None:
-        raise CircuitsError(
-            f"{model.name} has no rotary positions; position_pattern shows what its learned positions do"
-        )
-    config = model.source.checkpoint.config
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise CircuitsError(
-            f"rotary positions of kind {kind!r} rescale their frequencies; offsets are not computed for them"
-        )
-    return theta
+def _turn(model: Model, layer: int) -> Turn | None:
+    """What a layer's rotary positions do; None where it has none."""
+    rotary, checkpoint = model.architecture.rotary_of(layer), model.source.checkpoint
+    return None if rotary is None else turn(rotary, checkpoint.config, checkpoint.where)

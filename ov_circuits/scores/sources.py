@@ -8,7 +8,10 @@ over tokens therefore say which of these X [n_vocab, d_model] they used:
 - ``embed_plus_mlp0``: W_E + MLP_0(ln_2(W_E));
 - ``effective``: m + MLP_0(ln_2(m)), m = W_E + sum over layer-0 heads of ln_1(W_E) W_V W_O (each token attends to itself, no
   positions; McDougall et al. 2023, "Copy Suppression"). As in the authors' code, the heads' writes are those of the folded
-  weights without biases: no ln_1 bias, no b_V, no b_O. The MLP has all of its own.
+  weights without biases: no ln_1 bias, no b_V, no b_O. The MLP has all of its own. Where attention and MLP stand side by side
+  (GPT-J, NeoX, Phi, ..), the MLP reads W_E, not m.
+
+Norms after attention and MLP (Gemma 2, OLMo 2) are applied at the scale that each token has here.
 
 All are rows of the *raw* residual stream put through the raw norms and the raw MLP, whatever the weight view: folding changes
 what is done to the stream, not the stream. In the ``centred`` view their mean over d_model is taken off at the end, as from
@@ -23,7 +26,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.checkpoint.mlp import MLP, Norm
+from ov_circuits.checkpoint.mlp import MLP
+from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import CircuitsError
 from ov_circuits.folding import fold_writer
 from ov_circuits.model import Layer, Model
@@ -80,7 +84,7 @@ def source_embedding(
     parts = []
     for part in rows.split(_BLOCK):
         stream = part if attention is None else part + attention(part)
-        written = mlp(stream)
+        written = mlp(part if model.architecture.parallel else stream)
         parts.append(written if source == "embed_mlp0" else stream + written)
     return fold_writer(torch.cat(parts), model.view)
 
@@ -95,8 +99,8 @@ class _FirstAttention:
 
     def __init__(self, model: Model) -> None:
         s = model.source
-        norm = Norm.read(s.store, s.family.attention_norm.format(layer=0), s.architecture)
-        self._norm = Norm(norm.kind, norm.gain, None, norm.eps)
+        norm = s.attention_norm(0)
+        self._norm, self._post_norm = Norm(norm.kind, norm.gain, None, norm.eps), s.norm(s.family.attention_post_norm)
         layer: Layer = model.in_view("raw").layer(0)
         # Key/value heads are shared: their W_O are added up first.
         self._W_V = layer.W_V
@@ -105,4 +109,4 @@ class _FirstAttention:
     def __call__(self, x: Tensor) -> Tensor:
         """[n, d_model] -> [n, d_model]."""
         values = torch.einsum("nm,hmd->nhd", self._norm(x), self._W_V)
-        return torch.einsum("nhd,hdm->nm", values, self._W_O)
+        return self._post_norm(torch.einsum("nhd,hdm->nm", values, self._W_O))

@@ -40,7 +40,8 @@ class LayerRecord:
         attention_input: what W_Q, W_K and W_V read: the normalised stream, gain and bias applied, [pos, d_model].
         pattern: attention, [n_heads, destination, source]; rows sum to one.
         z: pattern-weighted values, [n_heads, destination, d_head]: the *input* of the output projection.
-        attention_output: what the output projection gives, b_O included, before any norm that follows it, [pos, d_model].
+        attention_output: what the output projection gives, b_O and the family's factor (Granite) included, before any norm that
+            follows it, [pos, d_model].
         mlp_output: what the MLP adds to the stream, [pos, d_model].
     """
 
@@ -187,7 +188,7 @@ def run(
         edits: what to change on the way; what is kept is what was there after the change.
     """
     network = network_of(model)
-    parts = _Parts(network, model)
+    parts = _Parts(network, model, len(tokens))
     kept: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(model.n_layers))
     ends: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -209,15 +210,15 @@ def run(
 class _Parts:
     """Where a running transformers model keeps what is recorded: hooks on its modules."""
 
-    def __init__(self, network: Any, model: Model) -> None:
-        self._family, self._network = model.source.family, network
+    def __init__(self, network: Any, model: Model, n_prompts: int) -> None:
+        self._family, self._network, self._n_prompts = model.source.family, network, n_prompts
         self._a, self._where = model.architecture, model.source.checkpoint.where
         self.shard = model.source.shard or Shard.whole_layer(model.n_heads)
 
     def _module(self, name: str, layer: int | None = None) -> nn.Module:
         name = name if layer is None else name.format(layer=layer)
         try:
-            return self._network.base_model.get_submodule(name)
+            return self._network.base_model.get_submodule(self._family.within + name)
         except AttributeError as error:
             raise CircuitsError(
                 f"the running model of {self._where} has no module {name!r} where a {self._family.name} model has it: "
@@ -235,7 +236,7 @@ class _Parts:
                 projection = self._module(self._family.projections["O"].name, layer)
                 yield projection.register_forward_pre_hook(self._edit_z(edits.z, layer))
             if edits.mlp is not None:
-                yield self._mlp(layer).register_forward_hook(_edit_output(edits.mlp, layer))
+                yield self._mlp(layer).register_forward_hook(self._edit_mlp(edits.mlp, layer))
         if edits.final is not None:
             change = edits.final
             norm = self._module(self._family.final_norm)
@@ -248,6 +249,23 @@ class _Parts:
             return (rearrange(changed, "batch pos head d_head -> batch pos (head d_head)"), *args[1:])
 
         return hook
+
+    def _edit_mlp(self, change: Callable[[int, Tensor], Tensor], layer: int) -> Callable[..., Any]:
+        def hook(_: Any, args: Any, output: Any) -> Any:
+            found, scale = _first(output), self._a.residual_scale
+            changed = (change(layer, self._by_prompt(found) * scale) / scale).to(found.dtype).view_as(found)
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return hook
+
+    def _by_prompt(self, output: Tensor) -> Tensor:
+        """[batch, pos, d_model]: some modules run on the rows of all prompts in one (OPT's MLP)."""
+        return output if output.ndim == 3 else output.unflatten(0, (self._n_prompts, -1))
+
+    def _added(self, output: Any) -> Tensor:
+        """A component's output as it is added to the stream; a copy, for some models add to it in place (Falcon)."""
+        added = self._by_prompt(_own(_first(output)))
+        return added * self._a.residual_scale if self._a.residual_scale != 1 else added.clone()
 
     def watch(self, kept: Sequence[dict[str, Tensor]], keep: frozenset[str], ends: dict[str, Tensor]) -> Iterator[Any]:
         """Hooks that write down what passes, into ``kept`` by layer and into ``ends``."""
@@ -274,7 +292,10 @@ class _Parts:
             if "z" in keep:
                 into["z"] = rearrange(_own(args[0]), "batch pos (head d) -> batch head pos d", head=self.shard.held)
             if "attention_output" in keep:
-                into["attention_output"] = _own(output)
+                into["attention_output"] = self._added(output)
+
+        def mlp(_: Any, args: Any, output: Any) -> None:
+            into["mlp_output"] = self._added(output)
 
         if "stream" in keep:
             yield self._module(self._family.block, layer).register_forward_pre_hook(stream, with_kwargs=True)
@@ -283,7 +304,7 @@ class _Parts:
         if keep & {"z", "attention_output"}:
             yield self._module(self._family.projections["O"].name, layer).register_forward_hook(projection)
         if "mlp_output" in keep:
-            yield self._mlp(layer).register_forward_hook(_keep_output(into, "mlp_output"))
+            yield self._mlp(layer).register_forward_hook(mlp)
 
 
 def _hidden(args: Any, kwargs: Any) -> Tensor:
@@ -293,14 +314,6 @@ def _hidden(args: Any, kwargs: Any) -> Tensor:
 
 def _keep_output(into: dict[str, Tensor], name: str) -> Callable[..., None]:
     return lambda _, args, output: into.update({name: _own(_first(output))})
-
-
-def _edit_output(change: Callable[[int, Tensor], Tensor], layer: int) -> Callable[..., Any]:
-    def hook(_: Any, args: Any, output: Any) -> Any:
-        changed = change(layer, _first(output))
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-    return hook
 
 
 def _first(output: Any) -> Tensor:
@@ -323,15 +336,21 @@ def _ready(network: Any) -> Iterator[None]:
     training = [module for module in network.modules() if module.training]
     implementation = network.config._attn_implementation
     network.eval()
-    if implementation != "eager":
-        network.set_attn_implementation("eager")
+    _set_attention(network, "eager")
     try:
         yield
     finally:
         for module in training:
             module.training = True
-        if implementation != "eager":
-            network.set_attn_implementation(implementation)
+        _set_attention(network, implementation)
+
+
+def _set_attention(network: Any, implementation: str) -> None:
+    if network.config._attn_implementation != implementation:
+        network.set_attn_implementation(implementation)
+    if network.config._attn_implementation != implementation:
+        # It declines for models that do not call the common attention functions (Falcon); these look into their config.
+        network.config._attn_implementation = implementation
 
 
 def check_tokens(model: Model, tokens: Sequence[int]) -> None:
@@ -427,6 +446,8 @@ _COMPARED = {
     "max_position_embeddings": "n_ctx",
     "tie_word_embeddings": "tied",
     "layer_norm_epsilon": "norm_eps",
+    "layer_norm_eps": "norm_eps",
+    "norm_epsilon": "norm_eps",
     "rms_norm_eps": "norm_eps",
 }
 

@@ -24,10 +24,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.checkpoint.mlp import FrozenNorm
+from ov_circuits.checkpoint.norms import FrozenNorm
+from ov_circuits.checkpoint.positions import turn
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
-from ov_circuits.trace.trace import value_bias_writes
+from ov_circuits.trace.trace import unbiased_values, value_bias_writes
 from ov_circuits.words import token_id, token_text
 
 if TYPE_CHECKING:
@@ -175,8 +176,8 @@ def ledger_into(
 ) -> pd.DataFrame:
     """Who wrote what a head's query, key or value reads: composition on this prompt.
 
-    ``Q``: the attention score of ``destination`` for ``source`` (scaled, before the softmax) as a sum over what was written
-    at the destination, the key held as it is; ``K``: the same score over what was written at the source, the query held.
+    ``Q``: the attention score of ``destination`` for ``source`` (scaled, before softcap and alibi) as a sum over what was
+    written at the destination, the key held as it is; ``K``: the same score over what was written at the source, the query held.
     ``V``: what the head carries from source to destination, over what was written at the source, attention held: along the
     answer's direction of the final norm, or without an answer along its own write, so that it sums to the write's norm.
 
@@ -286,6 +287,10 @@ def input_reading(
     if s > t:
         raise CircuitsError(f"position {t} cannot attend to {s}, which comes after it")
     label, model = f"{weights.index}.{index}", trace.model
+    if weights.qkv_clip is not None:
+        raise CircuitsError(
+            f"{model.name} clamps queries, keys and values: what a head reads is no sum of what was written"
+        )
     norm = model.source.attention_norm(weights.index)
     if side == "V":
         at, read, bias, quantity = s, *_value_side(trace, record, weights, index, s, t, answer, against)
@@ -307,19 +312,34 @@ _SIDES = {"Q": "query", "K": "key", "V": "value"}
 def _score_side(
     trace: Trace, record: LayerRecord, weights: Layer, index: int, side: str, s: int, t: int
 ) -> tuple[int, Tensor, float | None]:
-    """Position, direction of the attention input, and the bias's part, of a score with its other side held."""
-    W_Q, W_K = weights.W_Q[index].double(), weights.per_query_head(weights.W_K)[index].double()
-    b_Q = None if weights.b_Q is None else weights.b_Q[index].double()
-    b_K = None if weights.b_K is None else weights.per_query_head(weights.b_K)[index].double()
-    x = record.attention_input.double()
-    at, held, W_held, b_held, W, b = (t, s, W_K, b_K, W_Q, b_Q) if side == "Q" else (s, t, W_Q, b_Q, W_K, b_K)
-    other = x[held] @ W_held if b_held is None else x[held] @ W_held + b_held
-    theta = trace.model.architecture.rope_theta
-    if theta is not None:
+    """Position, direction of the attention input, and the bias's part, of a score with its other side held.
+
+    Norms of queries and keys are held at the scales that they have; positions are in the direction; a softcap comes after.
+    """
+    a, checkpoint, x = trace.model.architecture, trace.model.source.checkpoint, record.attention_input
+    kv = index // a.group_size
+    at, own_head, W, b, norm = t, index, weights.W_Q, weights.b_Q, weights.q_norm
+    other, held = weights.keys(x[s : s + 1], kv)[0], s
+    if side == "K":
+        at, own_head, W, b, norm = s, kv, weights.W_K, weights.b_K, weights.k_norm
+        other, held = weights.queries(x[t : t + 1], index)[0], t
+    rotary = a.rotary_of(weights.index)
+    if rotary is not None:
+        by = turn(rotary, checkpoint.config, checkpoint.where, len(trace))
         # R_t q . R_s k depends on the offset alone, so the held side is turned by it.
-        other = rotate(other[None], torch.tensor([held - at]), theta)[0]
+        offset = torch.tensor([held - at])
+        other = rotate(other[None], offset, by.frequencies, interleaved=by.interleaved, scale=by.scale**2)[0]
     other = other * weights.score_scale
-    return at, W @ other, None if b is None else float(b @ other)
+    constant = 0.0
+    if norm is None:
+        read, W, b = other[None], W[own_head, None], None if b is None else b[own_head, None]
+    else:
+        before = torch.einsum("m,hmd->hd", x[at].double(), W.double())
+        read, constant = norm.frozen(before if b is None else before + b.double(), own_head, other)
+    if b is not None:
+        constant += float((b.double() * read).sum())
+    biased = b is not None or (norm is not None and norm.bias is not None)
+    return at, torch.einsum("hmd,hd->m", W.double(), read), constant if biased else None
 
 
 def _value_side(
@@ -376,13 +396,17 @@ def _layer_entries(trace: Trace, reading: Reading, index: int) -> _LayerEntries:
     own = trace.record.shard.heads
     through = _through_post_norm(trace, index, at, reading.direction)
     read_out = weights.W_O[own].double() @ through.direction
-    read_in = torch.einsum("hmd,hd->hm", weights.per_query_head(weights.W_V)[own].double(), read_out)
+    if weights.qkv_clip is None:
+        read_in = torch.einsum("hmd,hd->hm", weights.per_query_head(weights.W_V)[own].double(), read_out)
+        per_source = read_in @ layer.attention_input[: at + 1].double().mT
+    else:
+        per_source = torch.einsum("hsd,hd->hs", unbiased_values(layer, weights)[own, : at + 1].double(), read_out)
     pattern = layer.pattern[:, at, : at + 1].double()
     value_bias = None
     if weights.b_V is not None:
         value_bias = (value_bias_writes(weights)[own].double() @ through.direction) * pattern.sum(-1)
     return _LayerEntries(
-        value_path=pattern * (read_in @ layer.attention_input[: at + 1].double().mT),
+        value_path=pattern * per_source,
         value_bias=value_bias,
         b_O=None if weights.b_O is None else float(weights.b_O.double() @ through.direction),
         mlp=float(layer.mlp_output[at].double() @ reading.direction),

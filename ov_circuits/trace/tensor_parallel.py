@@ -95,7 +95,7 @@ def rank_facts(model: Model, layer: int) -> dict[str, Any]:
     shard = source.shard
     if shard is None:
         raise CircuitsError(f"{model.name} is not distributed: call tensor_parallel first")
-    name = source.family.projections["O"].name.format(layer=layer)
+    name = source.family.within + source.family.projections["O"].name.format(layer=layer)
     weight = source.network.base_model.get_submodule(name).weight
     block = weight.to_local().mT  # transformers' linear layers store (out, in)
     return {"rank": dist.get_rank(shard.group), "heads": (shard.first, shard.first + shard.held - 1), "block": block}

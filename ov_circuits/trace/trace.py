@@ -5,7 +5,8 @@ z_i[t] = sum_s A_i[t, s] (xhat_s W_V + b_V), and head i writes z_i[t] W_O[i] at 
     write = sum_s A[t, s] (xhat_s W_V) W_O  +  (sum_s A[t, s]) b_V W_O
             value path, from source s          value bias, a term of its own
 
-Writes are in the model's own residual stream, so they use the raw weights whatever view the model is in.
+Writes are in the model's own residual stream, so they use the raw weights whatever view the model is in. Where a norm stands
+between attention and stream (Gemma 2, OLMo 2), they are what enters that norm; ledgers go through it at its actual scale.
 """
 
 from __future__ import annotations
@@ -312,6 +313,10 @@ def _ids(prompt: Any) -> list[int]:
 
 def unbiased_values(layer: LayerRecord, weights: Layer) -> Float[Tensor, "head source d_head"]:
     """xhat W_V for every query head: values without their bias."""
+    if weights.qkv_clip is not None:  # clamped with their bias
+        values = weights.values(layer.attention_input)
+        values = values if weights.b_V is None else values - weights.b_V.double().unsqueeze(1)
+        return weights.per_query_head(values.float())
     return weights.per_query_head(torch.einsum("sm,kmd->ksd", layer.attention_input, weights.W_V))
 
 
