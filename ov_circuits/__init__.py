@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from ov_circuits.errors import CircuitsError
     from ov_circuits.linalg.lowrank import LowRank
     from ov_circuits.model import Head, Layer, Model, load
+    from ov_circuits.report import figures
     from ov_circuits.report.payload import dashboard
     from ov_circuits.scores.board import scoreboard
+    from ov_circuits.scores.chance import spectrum
     from ov_circuits.scores.compare import compare
     from ov_circuits.scores.composition import component_composition, composition, strongest_paths, subspace_overlap
     from ov_circuits.scores.copy_table import copy_table, disagreements
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ov_circuits.scores.pairs import strongest_token_pairs
     from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
     from ov_circuits.scores.relations import relation_scores
+    from ov_circuits.scores.spaces import space_map
     from ov_circuits.trace.trace import Trace, open_trace
 
 _HOMES = {
@@ -63,10 +66,14 @@ _HOMES = {
     "largest_query_key_pairs": "scores.qk",
     "offset_profile": "scores.qk",
     "position_pattern": "scores.qk",
+    "spectrum": "scores.chance",
+    "space_map": "scores.spaces",
     "dashboard": "report.payload",
     "verify": "certificate",
     "CircuitsError": "errors",
 }
+
+_MODULES = {"scores": "ov_circuits.scores", "figures": "ov_circuits.report.figures"}
 
 __all__ = [
     "CircuitsError",
@@ -83,6 +90,7 @@ __all__ = [
     "dashboard",
     "directions",
     "disagreements",
+    "figures",
     "ioi_copying",
     "ioi_negative_copying",
     "largest_query_key_pairs",
@@ -95,7 +103,9 @@ __all__ = [
     "relation_scores",
     "scoreboard",
     "scores",
+    "space_map",
     "span",
+    "spectrum",
     "strongest_paths",
     "strongest_token_pairs",
     "subspace_overlap",
@@ -104,8 +114,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "scores":
-        return import_module("ov_circuits.scores")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'ov_circuits' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
     value = getattr(import_module(f"ov_circuits.{_HOMES[name]}"), name)

@@ -195,6 +195,7 @@ def start(
     epilog=_examples(
         "ov-circuits report",
         'ov-circuits report gpt2 --prompt "John gave a drink to" --answer " Mary" -o gpt2.html',
+        "ov-circuits report gpt2 --bundle gpt2-report",
     ),
 )
 def report(
@@ -206,28 +207,77 @@ def report(
     against: AgainstOption = None,
     ids: IdsOption = False,
     bos: BosOption = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    scores: Annotated[
+        str | None,
+        typer.Option(
+            "--scores",
+            metavar="A,B,..",
+            show_default=False,
+            help="Scores over the vocabulary beside the spectra, as of `heads`; all takes minutes on a large vocabulary.",
+        ),
+    ] = None,
+    pairs: Annotated[
+        str | None,
+        typer.Option(
+            "--pairs",
+            metavar="N|all",
+            show_default=False,
+            help="How many heads have their strongest token pairs read: up to a second a head. Default: as fit into 20 s.",
+        ),
+    ] = None,
+    paths: Annotated[
+        bool, typer.Option("--paths/--no-paths", help="Whether to work out composition of all pairs.")
+    ] = True,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", show_default=False, help="The page to write. Default: report.html, or none with --bundle."
+        ),
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            "--bundle",
+            metavar="DIR",
+            show_default=False,
+            help="Write a folder: the page, Parquet frames, JSON cards, SVG and PNG figures, and a manifest.",
+        ),
+    ] = None,
     view: ViewOption = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
 ) -> None:
     """A page about every head: one file that works without a network."""
-    from ov_circuits.report.payload import dashboard
+    from ov_circuits.report.bundle import check_folder, write_bundle
+    from ov_circuits.report.dashboard import Dashboard
+    from ov_circuits.report.payload import payload
+    from ov_circuits.report.results import gather
     from ov_circuits.words import token_id
 
-    if output.suffix.lower() not in (".html", ".htm"):
+    if bundle is not None:
+        check_folder(bundle)
+    elif output is None:
+        output = Path("report.html")
+    if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise CircuitsError(f"cannot write {output}: a page's name ends in .html")
     opened = _open(model, view, revision, adapter)
     chosen, other = (None if word is None else token_id(opened, _word(word, ids)) for word in (answer, against))
     with _target(output, opened) as file:
-        assert file is not None
         trace = None
         if prompt is not None:
             note("running the prompt")
             trace = opened.trace(_prompt(prompt, ids), bos=bos)
-        dashboard(opened, trace, chosen, other).save(file)
-        size = file.stat().st_size
-    note(f"{output}: {size / 1e6:.1f} MB, {opened.name}, view {opened.view}")
+        results = gather(
+            opened, trace, chosen, other, scores=_score_names(scores), pairs=_count_or_all(pairs), paths=paths
+        )
+        if file is not None:
+            Dashboard(payload(results)).save(file)
+            note(f"{output}: {file.stat().st_size / 1e6:.1f} MB, {opened.name}, view {opened.view}")
+        if bundle is not None:
+            manifest = write_bundle(results, bundle)
+            note(f"{bundle}: {len(manifest['files']) + 1} files, {opened.name}, view {opened.view}")
+            for what, why in manifest["left_out"].items():
+                note(f"no {what}: {why}")
 
 
 # -- heads from their weights -----------------------------------------------------------------------------------------
@@ -276,15 +326,13 @@ def heads(
     from ov_circuits.scores.board import scoreboard
 
     opened = _open(model, view, revision, adapter)
-    every = scores is not None and scores.strip() == "all"
-    names = None if scores is None or every else [part.strip() for part in scores.split(",") if part.strip()]
-    if names == []:
-        raise CircuitsError("--scores names no score: leave it out for the spectra, or write all")
+    chosen = _score_names(scores)
+    names = chosen if isinstance(chosen, list) else None
     sort = None if sort is None else sort_column(sort, opened)
     if names is not None and sort is not None and sort.removesuffix("_z") not in names:
         names.append(sort.removesuffix("_z"))
     with _table(output, opened) as write:
-        frame = sort_heads(scoreboard(opened, "all" if every else names, nulls=nulls, source=source), sort, ascending)
+        frame = sort_heads(scoreboard(opened, chosen, nulls=nulls, source=source), sort, ascending)
         frame = frame if top is None else frame.head(top)
         write(frame)
     if as_json:
@@ -602,6 +650,24 @@ def _model_and(what: str, arguments: Sequence[str]) -> tuple[str | None, str]:
             f"expected [MODEL] {what}, got {len(arguments)} words: put quotes around a {what} with spaces"
         )
     return (arguments[0] if len(arguments) == 2 else None), arguments[-1]
+
+
+def _score_names(scores: str | None) -> list[str] | str | None:
+    """What ``--scores`` names, as the scoreboard takes it."""
+    if scores is None or scores.strip() == "all":
+        return None if scores is None else "all"
+    names = [part.strip() for part in scores.split(",") if part.strip()]
+    if not names:
+        raise CircuitsError("--scores names no score: leave it out for the spectra, or write all")
+    return names
+
+
+def _count_or_all(text: str | None) -> int | str | None:
+    if text is None or text == "all":
+        return text
+    if not text.isascii() or not text.isdigit():
+        raise CircuitsError(f"--pairs takes a number of heads or all, not {text!r}")
+    return int(text)
 
 
 def _prompt(text: str, ids: bool) -> str | list[int]:

@@ -11,7 +11,7 @@ import torch
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
-from ov_circuits.report.payload import head_card
+from ov_circuits.report.cards import head_card
 from ov_circuits.scores.board import SCORES
 from ov_circuits.scores.directions import directions
 

@@ -3,7 +3,7 @@
 The data road is payload (a dict, see `payload.py`) -> blocks -> page:
 
 1. Arrays are lifted out of the payload, so that their bytes are compressed once and decoded only for the head that is looked at.
-2. The rest is cut in two, `core` (what the atlas needs to paint) and `cards` (what a head's card needs).
+2. The rest is cut into `core` (what the atlas needs to paint) and the sections that are read when they are first looked at.
 3. Every block is gzip + base64 in a script element that browsers do not execute; the page inflates it when it is first needed.
 
 A page never loads anything: its content security policy allows no source but the three scripts written here, by their hashes.
@@ -26,6 +26,25 @@ from typing import Any
 
 # Six digits are more than any chart can show, and half of what float64 would cost in the file.
 _DIGITS = "%.6g"
+# Sections of the payload in blocks of their own; the page inflates them when they are first looked at.
+_LAZY = ("cards", "composition", "spaces")
+# The page's script, in the order in which its parts lean on each other; together they are one function's body.
+_SCRIPTS = (
+    "blocks.js",  # data blocks of the file
+    "text.js",  # numbers and tokens as text
+    "colour.js",
+    "document.js",  # elements and tooltips
+    "filter.js",  # the filter language
+    "model.js",  # the page's data and state
+    "parts.js",  # map, strips, bars, heat maps
+    "charts.js",  # what plotly draws
+    "atlas.js",
+    "head.js",  # a head's card: one function a section
+    "paths.js",  # the composition view
+    "prompt.js",
+    "compare.js",
+    "shell.js",  # header, theme, addresses
+)
 # The table that stands in for the page where scripts are disabled shows this many scores.
 _STATIC_SCORES = 6
 # Runs before the body is painted, so that a dark page never flashes white.
@@ -53,7 +72,7 @@ class Dashboard:
         from markupsafe import Markup
 
         blocks = _blocks(self.payload)
-        script, style = _asset("page.js"), _asset("page.css")
+        script, style = _script(), _asset("page.css")
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         plotly = _plotly_source()
         meta = self.payload["meta"]
@@ -95,11 +114,17 @@ class Dashboard:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8").replace("\r\n", "\n")
+    return resources.files(__package__).joinpath("page", name).read_text("utf-8").replace("\r\n", "\n")
+
+
+@cache
+def _script() -> str:
+    parts = "\n".join(_asset(name) for name in _SCRIPTS)
+    return f"'use strict';\n(() => {{\n{parts}\n}})();"
 
 
 def _blocks(payload: dict[str, Any]) -> dict[str, str]:
-    """Compressed parts of the page by name: `core`, `cards`, and `array-0`, `array-1`, ... for the arrays of the prompt."""
+    """Compressed parts of the page by name: `core`, the sections read later, and `array-0`, `array-1`, ... for arrays."""
     arrays: dict[str, str] = {}
 
     def number(value: float) -> float | None:
@@ -125,8 +150,11 @@ def _blocks(payload: dict[str, Any]) -> dict[str, str]:
             return {key: lift(child) for key, child in node.items()}
         return node
 
-    core = lift({key: value for key, value in payload.items() if key != "cards"})
-    return {"core": _pack(_json(core)), "cards": _pack(_json(lift(payload["cards"]))), **arrays}
+    later = {key: payload[key] for key in _LAZY if payload.get(key) is not None}
+    core = {key: value for key, value in payload.items() if key not in later}
+    core["later"] = list(later)
+    packed = {name: _pack(_json(lift(part))) for name, part in {"core": core, **later}.items()}
+    return {**packed, **arrays}
 
 
 def _json(value: Any) -> bytes:

@@ -21,7 +21,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import LowRank, Sandwich
 from ov_circuits.linalg.nulls import Null, eigenvalue_copying_null
 from ov_circuits.linalg.threads import side_by_side
-from ov_circuits.model import Layer, Model
+from ov_circuits.model import Head, Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
 from ov_circuits.scores.chance import NULL_NOTES, Circuits, Draws, LayerDraws, NullKind
@@ -215,6 +215,21 @@ SCORES: dict[str, Score] = {
     )
 }
 
+
+class Scoreboard(pd.DataFrame):
+    """A plain frame that a notebook shows with its map of heads; what is cut out of it stays one."""
+
+    @property
+    def _constructor(self) -> type[Scoreboard]:
+        return Scoreboard
+
+    def _repr_html_(self) -> str | None:
+        from ov_circuits.report.notebook import board_html
+
+        shown = board_html(self)
+        return super()._repr_html_() if shown is None else shown  # type: ignore[misc]
+
+
 TOKEN_COLUMNS = ("reads_plus", "writes_plus", "reads_minus", "writes_minus")
 
 
@@ -226,7 +241,7 @@ def scoreboard(
     nulls: bool = True,
     source: str = "embed",
     seed: int = 0,
-) -> pd.DataFrame:
+) -> Scoreboard:
     """Weight-only scores of every head.
 
     Args:
@@ -273,6 +288,7 @@ def scoreboard(
         left_out |= why_not
     known = all_scores()
     shown = [key for key in known if key in frame]
+    frame = Scoreboard(frame)
     frame.attrs = {
         "model": model.name,
         "view": model.view,
@@ -296,6 +312,14 @@ def null_note(key: str) -> str:
         return NULL_NOTE
     kind = SCORES[key].null
     return NULL_NOTES[kind if isinstance(kind, str) else "rotation"]
+
+
+def head_scores(head: Head, seed: int = 0) -> pd.Series:
+    """One head's row of the board: the spectra, each with its null and z."""
+    model = head.model
+    draws = Draws(model, seed=seed)
+    frame, _ = _layer_frame(model, head.layer, _chosen(model, None)[0], tokens=0, draws=draws)
+    return frame.iloc[head.index]
 
 
 def score_frame(key: str, model: Model, **options: Any) -> pd.DataFrame:

@@ -23,12 +23,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
+import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import LowRank, Spectrum, root_of_gram
 from ov_circuits.linalg.nulls import Null
-from ov_circuits.model import Layer, Model
+from ov_circuits.model import Head, Layer, Model
 
 NullKind = Literal["factors", "rotation"]
 
@@ -96,16 +99,17 @@ class Draws:
         model: the checkpoint, in the scores' view.
         draws: how many.
         seed: of the generator.
+        vocabulary: whether full circuits will be asked for; the Gram matrices of the embeddings are read for them.
     """
 
-    def __init__(self, model: Model, draws: int = DRAWS, seed: int = 0) -> None:
+    def __init__(self, model: Model, draws: int = DRAWS, seed: int = 0, *, vocabulary: bool = True) -> None:
         a = model.architecture
         self.seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         rank = min(a.d_head, a.d_model)
         self.inside = [self._haar(a.d_head, a.d_head) for _ in range(draws)]
         self.vocabulary: list[_Frames] = []
-        if model.has_embeddings:
+        if vocabulary and model.has_embeddings:
             g = model.grams
             for U, V in ((self._haar(a.d_model, rank), self._haar(a.d_model, rank)) for _ in range(draws)):
                 read, write = root_of_gram(U.mT @ g.read @ U), root_of_gram(V.mT @ g.write @ V)
@@ -142,6 +146,11 @@ class LayerDraws:
             return Null(torch.zeros_like(values[0]), values.square().mean(0).sqrt())
         return Null(values.mean(0), values.std(0))
 
+    @property
+    def singular_values(self) -> Float[Tensor, "draw head r"]:
+        """Of W_V R W_O, largest first, for every draw: the null of a whole spectrum."""
+        return torch.stack([chance.ov.singular_values for chance in self._factors])
+
     @cached_property
     def _factors(self) -> list[_Chance]:
         return [self._turned(R) for R in self._draws.inside]
@@ -164,3 +173,37 @@ class LayerDraws:
         nothing = torch.zeros(S.shape[0])
         # Of U diag(S) V^T itself the norms are the head's own, so only the full circuit is asked for.
         return [_Chance(self._ov, self._qk, frames.spectrum(S), nothing) for frames in self._draws.vocabulary]
+
+
+def spectrum(head: Head, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
+    """A head's singular values of W_V W_O beside what they would be by chance (``factors``, see the module's text).
+
+    Where the values start above the band, W_V and W_O meet better than their own spectra alone would make them.
+
+    Returns:
+        One row a singular value, largest first: ``index`` (from 1), ``value``, ``null_low``, ``null_high`` (the range of the
+        draws, value by value). ``attrs``: model, view, head, ``null`` in words.
+
+    Raises:
+        CircuitsError: weights that are not finite, or fewer than two draws.
+    """
+    if draws < 2:
+        raise CircuitsError(f"a band needs at least 2 draws, got {draws}")
+    model, layer = head.model, head.model.layer(head.layer)
+    if not bool(layer.finite_heads[head.index]):
+        raise CircuitsError(f"head {head.label} of {model.name} holds NaN or infinity: it has no spectrum")
+    weights = layer.finite_part
+    ov = weights.ov
+    null = LayerDraws(Draws(model, draws, seed, vocabulary=False), weights, ov, weights.qk).singular_values
+    values = ov.singular_values[head.index]
+    band = null[:, head.index]
+    frame = pd.DataFrame(
+        {
+            "index": range(1, len(values) + 1),
+            "value": values.numpy(),
+            "null_low": band.amin(0).numpy(),
+            "null_high": band.amax(0).numpy(),
+        }
+    )
+    frame.attrs = {"model": model.name, "view": model.view, "head": head.label, "null": NULL_NOTES["factors"]}
+    return frame

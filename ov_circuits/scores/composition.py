@@ -381,6 +381,11 @@ class _LayerSides:
         return self.layer.per_query_head(W @ W.mT)
 
 
+def space_basis(layer: Layer, role: str) -> Float[Tensor, "head r d_model"]:
+    """Orthonormal bases of what a layer's heads write into (``O``) or read from (``Q``, ``K``, ``V``); NaN where not finite."""
+    return _LayerSides(layer).space(role).factors
+
+
 def _sides(
     model: Model, write: Callable[[_LayerSides], _Sides], reads: Sequence[Callable[[_LayerSides], _Sides]]
 ) -> tuple[_Sides, _Sides, list[str]]:

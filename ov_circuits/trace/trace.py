@@ -58,6 +58,11 @@ class Trace:
         bos = "BOS added" if self.bos_added else "no BOS added"
         return f"Trace of {self.model.name!r} on {len(self.tokens)} tokens ({bos})"
 
+    def _repr_html_(self) -> str:
+        from ov_circuits.report.notebook import trace_html
+
+        return trace_html(self)
+
     def __len__(self) -> int:
         return len(self.tokens)
 

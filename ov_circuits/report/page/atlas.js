@@ -1,0 +1,255 @@
+function atlasView() {
+  const { meta } = data;
+  const map = headMap({ label: 'Map of heads, layers down and heads across' });
+  const about = h('div.score-note');
+  const legendPlace = h('div');
+  const scatter = chart({
+    height: meta.n_layers > 16 ? 560 : 430, label: 'Scatter of two scores, one point a head',
+    tell: (p) => scatterTip(p.customdata), open: (p) => go(data.label(p.customdata)),
+    select: (points, boxes) => {
+      state.brushed = points.length ? new Set(points.map((p) => p.customdata)) : null;
+      state.boxes = points.length ? boxes : [];
+      refresh();
+    },
+  });
+  const scatterTip = (i) => [
+    h('strong', {}, `Head ${data.label(i)}`),
+    [...new Set([state.x, state.y, state.score])].map((key) => h('div', {}, `${data.byKey.get(key).label} `, h('b.num', {}, format(data.value(key, i))))),
+  ];
+  const choose = (name) => (key) => {
+    state[name] = key;
+    // A box belongs to the axes it was drawn on; the heads in it stay chosen.
+    if (name !== 'score') state.boxes = [];
+    refresh();
+  };
+  const table = headTable();
+  const tools = filterTools();
+  const dense = data.nHeads > 16;
+
+  const node = h(dense ? 'div.atlas.dense' : 'div.atlas', { style: { '--map-width': `${mapWidth()}px` } },
+    h('div.atlas-top', {},
+      h('section.map-panel', { 'aria-label': 'Map of heads' },
+        h('div.field', {}, h('label', { for: 'score' }, 'Colour'), scoreSelect('score', state.score, choose('score'))),
+        about, map.node, legendPlace,
+        h('p.hint', {}, `Layers run down, heads across.${data.grouped ? ` Each block of ${data.groupSize} query heads shares a key/value head.` : ''} `,
+          'Click opens a head, arrow keys move, Shift-click or ', h('kbd', {}, 'c'), ' marks for comparison.')),
+      h('section.scatter-panel', { 'aria-label': 'Two scores against each other' },
+        h('div.field-row', {},
+          h('div.field', {}, h('label', { for: 'score-x' }, 'Across'), scoreSelect('score-x', state.x, choose('x'))),
+          h('div.field', {}, h('label', { for: 'score-y' }, 'Up'), scoreSelect('score-y', state.y, choose('y')))),
+        scatter.node,
+        h('p.hint', {}, 'Coloured as the map. Drag a box to keep the heads inside it, double-click to let go.'))),
+    h('section.table-panel', { 'aria-label': 'Table of heads' }, h('h2', {}, 'Heads'), tools.node, table.node));
+
+  function drawScatter() {
+    const scale = data.scale(state.score);
+    const [x, y] = [data.byKey.get(state.x), data.byKey.get(state.y)];
+    const all = Array.from({ length: data.count }, (_, i) => i);
+    const style = getComputedStyle(document.documentElement);
+    const line = style.getPropertyValue('--mark-line').trim();
+    const missing = style.getPropertyValue('--rule').trim();
+    const pad = (key) => {
+      const { lo, hi } = scaleOf(data.values[key], false, data.byKey.get(key).range);
+      return [lo - 0.04 * (hi - lo), hi + 0.04 * (hi - lo)];
+    };
+    scatter.draw([{
+      type: 'scatter', mode: 'markers', x: data.values[state.x], y: data.values[state.y], customdata: all, hoverinfo: 'none', cliponaxis: false,
+      selected: { marker: { opacity: 1 } }, unselected: { marker: { opacity: 0.15 } },
+      marker: {
+        size: data.count > 400 ? 7 : 9, line: { width: 0.75, color: line },
+        color: all.map((i) => { const v = data.value(state.score, i); return isNumber(v) ? scale.at(v).css : missing; }),
+        opacity: all.map((i) => (isShown(i) ? 1 : 0.12)),
+      },
+    }], {
+      x: { title: x.label, range: pad(state.x) }, y: { title: y.label, range: pad(state.y) }, dragmode: 'select',
+      newselection: { line: { color: style.getPropertyValue('--accent').trim(), width: 1, dash: 'dot' } },
+      selections: state.boxes,
+    });
+  }
+
+  function refresh() {
+    const score = data.byKey.get(state.score);
+    about.replaceChildren(h('p', {}, score.note ?? '', ' ', h('span.source', {}, score.source ?? '')));
+    legendPlace.replaceChildren(legend(data.scale(state.score), data.values[state.score], { label: score.label }));
+    map.update();
+    table.update();
+    tools.update();
+    drawScatter();
+    updateTray();
+  }
+  state.refreshAtlas = refresh;
+  return { node, title: meta.model, update: refresh };
+}
+
+function mapWidth() {
+  const cell = data.nHeads <= 8 ? 76 : data.nHeads <= 12 ? 50 : data.nHeads <= 16 ? 44 : 22;
+  return Math.min(760, Math.max(360, 40 + data.nHeads * cell + (data.grouped ? 8 * data.meta.n_kv_heads : 0)));
+}
+
+/** Filter, token search, and what they leave. */
+function filterTools() {
+  const message = h('p.message', { id: 'filter-message', role: 'status' });
+  const filter = h('input', {
+    id: 'filter', type: 'text', autocomplete: 'off', spellcheck: 'false', value: state.filterText,
+    placeholder: `${state.score} > 0.5 and layer > ${Math.floor(data.meta.n_layers / 2)}`, 'aria-describedby': 'filter-message',
+    oninput: () => { setFilter(filter.value); state.refreshAtlas(); },
+  });
+  const names = h('details.names', {}, h('summary', {}, 'Names for the filter'),
+    h('p', {}, 'Comparisons ', h('code', {}, '<  <=  >  >=  ==  !='), ', joined by ', h('code', {}, 'and'), ', ', h('code', {}, 'or'), ', ', h('code', {}, 'not'),
+      ' and parentheses; ', h('code', {}, 'abs( )'), '. A part of a name will do when only one score has it.'),
+    h('ul', {}, [['layer', 'layer'], ['head', 'head within the layer'], ...(data.grouped ? [['kv', 'key/value head']] : []), ...data.scores.map((score) => [score.key, score.label])]
+      .map(([key, label]) => h('li', {}, h('button.name', {
+        type: 'button', title: label, onclick: () => {
+          filter.value = `${filter.value.trimEnd()}${filter.value.trim() ? ' ' : ''}${key} `;
+          filter.focus();
+          filter.dispatchEvent(new Event('input'));
+        },
+      }, key)))));
+  const tokenInput = (name, label) => h('div.field.token-field', {}, h('label', { for: `search-${name}` }, label), h('input', {
+    id: `search-${name}`, type: 'text', autocomplete: 'off', spellcheck: 'false', value: state[name], placeholder: 'any token',
+    oninput: (event) => { state[name] = event.target.value; runSearch(); },
+  }));
+  const results = h('div.results', { 'aria-live': 'polite' });
+  const left = h('p.left', { role: 'status' });
+
+  let latest = 0;
+  async function runSearch() {
+    const mine = ++latest;
+    if (!state.reads && !state.writes) { state.hits = null; state.refreshAtlas(); return; }
+    const cards = await data.cards();
+    if (mine !== latest) return;
+    state.hits = searchTokens(cards, state.reads, state.writes);
+    state.refreshAtlas();
+  }
+
+  function update() {
+    message.textContent = state.filterError ? `This filter does not read: ${state.filterError}.` : '';
+    filter.setAttribute('aria-invalid', String(Boolean(state.filterError)));
+    const n = Array.from({ length: data.count }, (_, i) => i).filter(isShown).length;
+    left.replaceChildren(narrowed() ? `${n} of ${data.count} heads` : `${data.count} heads`,
+      narrowed() ? h('button.quiet', {
+        type: 'button', onclick: () => {
+          setFilter('');
+          Object.assign(state, { reads: '', writes: '', hits: null, brushed: null, boxes: [] });
+          for (const input of node.querySelectorAll('input')) input.value = '';
+          state.refreshAtlas();
+        },
+      }, 'Show all') : '');
+    results.replaceChildren(...(state.hits ? [searchResults(state.hits)] : []));
+  }
+  const node = h('div.tools', {},
+    h('div.tool-row', {},
+      h('div.field.filter-field', {}, h('label', { for: 'filter' }, 'Filter'), filter),
+      h('fieldset.search', {}, h('legend.visually-hidden', {}, 'Which heads read or write a token'),
+        tokenInput('reads', 'Reads token'), h('span.arrow', { 'aria-hidden': 'true' }, '→'), tokenInput('writes', 'Writes token'))),
+    message,
+    h('p.hint', {}, 'Tokens are searched in the singular directions of each head. With both boxes filled, a head must read the one and write the other at the same end of a direction. ',
+      'A space counts; quotes ask for the whole token: ', h('code', {}, '" Paris"'), '.'),
+    names, results, left);
+  return { node, update };
+}
+
+function setFilter(text) {
+  state.filterText = text;
+  state.filterError = null;
+  try {
+    state.filter = parseFilter(text, resolveName);
+  } catch (error) {
+    if (!(error instanceof FilterError)) throw error;
+    state.filter = null;
+    state.filterError = error.message;
+  }
+}
+
+function matchTokens(query) {
+  const quoted = /^"(.*)"$/su.exec(query);
+  const wanted = (quoted ? quoted[1] : query).replace(/·/g, ' ');
+  const lower = wanted.toLowerCase();
+  const found = new Set();
+  data.tokens.forEach((token, k) => {
+    if (quoted ? token === wanted : token.toLowerCase().includes(lower)) found.add(k);
+  });
+  return found;
+}
+
+/** Ends of directions that read a token like `reads` and write one like `writes`; the strongest first. */
+function searchTokens(cards, reads, writes) {
+  const [wantRead, wantWrite] = [reads ? matchTokens(reads) : null, writes ? matchTokens(writes) : null];
+  const found = [];
+  const heads = new Set();
+  cards.forEach((card, i) => (card.directions ?? []).forEach((direction, k) => {
+    for (const end of ['plus', 'minus']) {
+      const read = wantRead && direction.reads[end].find(([token]) => wantRead.has(token));
+      const write = wantWrite && direction.writes[end].find(([token]) => wantWrite.has(token));
+      if ((wantRead && !read) || (wantWrite && !write)) continue;
+      heads.add(i);
+      found.push({ head: i, direction: k, end, energy: direction.energy, read: read?.[0], write: write?.[0] });
+    }
+  }));
+  found.sort((a, b) => b.energy - a.energy);
+  return { found, heads };
+}
+
+function searchResults({ found: all }) {
+  const LIMIT = 24;
+  const found = all.filter((hit) => isShown(hit.head));
+  const heads = new Set(found.map((hit) => hit.head));
+  if (all.length && !found.length) return h('p.soft', {}, 'Heads that read or write such a token are there, but the filter or the box on the scatter leaves none of them.');
+  if (!found.length) return h('p.soft', {}, 'No direction shown on a card reads or writes such a token. Only the strongest tokens of each direction are kept in this file.');
+  return h('div', {},
+    h('p.soft', {}, `${plural(found.length, 'end')} of directions in ${plural(heads.size, 'head')}${found.length > LIMIT ? `; the ${LIMIT} strongest` : ''}`),
+    h('ul.hits', {}, found.slice(0, LIMIT).map((hit) => h('li', {}, headLink(hit.head),
+      hit.read !== undefined ? [' reads ', tokenChip(data.tokens[hit.read])] : null,
+      hit.read !== undefined && hit.write !== undefined ? ' and' : null,
+      hit.write !== undefined ? [' writes ', tokenChip(data.tokens[hit.write])] : null,
+      h('span.soft.nowrap', { title: 'Index of the direction, its end, and its share of the squared norm of OV' }, ` ${hit.direction + 1}${hit.end === 'plus' ? '+' : MINUS}, ${percent(hit.energy)}`)))));
+}
+
+/** Heads as rows. Columns are the scores in view unless all are asked for. */
+function headTable() {
+  const place = h('div.scroll', { tabindex: '0', role: 'group', 'aria-label': 'Table of heads' });
+  const foot = h('div.table-foot');
+  const ROWS = 40;
+  function update() {
+    const inView = [...new Set([state.score, state.x, state.y])];
+    const keys = state.allColumns ? data.scores.map((score) => score.key) : [...inView, ...data.scores.map((score) => score.key).filter((key) => !inView.includes(key))].slice(0, 7);
+    const by = state.sort.key ?? state.score;
+    const worth = (i) => (by === 'head' ? -i : data.value(by, i));
+    const order = Array.from({ length: data.count }, (_, i) => i).filter(isShown).sort((a, b) => {
+      const [x, y] = [worth(a), worth(b)];
+      if (!isNumber(x) || !isNumber(y)) return isNumber(y) - isNumber(x) || a - b;
+      return (state.sort.descending ? y - x : x - y) || a - b;
+    });
+    const shown = state.allRows ? order : order.slice(0, ROWS);
+    const sortHeader = (key, label, title) => {
+      const active = by === key;
+      return h('th', { scope: 'col', 'aria-sort': active ? (state.sort.descending ? 'descending' : 'ascending') : null },
+        h('button.sort', {
+          type: 'button', title, onclick: () => {
+            state.sort = active ? { key, descending: !state.sort.descending } : { key, descending: true };
+            update();
+            place.querySelector('th[aria-sort] button')?.focus();
+          },
+        }, label, h('span.sort-mark', { 'aria-hidden': 'true' }, active ? (state.sort.descending ? '↓' : '↑') : '')));
+    };
+    place.replaceChildren(h('table.heads', {},
+      h('thead', {}, h('tr', {}, h('td.mark-column', {}, h('span.visually-hidden', {}, 'Compare')), sortHeader('head', 'Head', 'Layer and head'),
+        keys.map((key) => sortHeader(key, data.byKey.get(key).label, data.byKey.get(key).note)))),
+      h('tbody', {}, shown.map((i) => h('tr', {},
+        h('td.mark-column', {}, h('input', {
+          type: 'checkbox', checked: state.compare.has(i), 'aria-label': `Compare head ${data.label(i)}`, onchange: () => toggleCompare(i),
+        })),
+        h('th', { scope: 'row' }, headLink(i)),
+        keys.map((key) => {
+          const v = data.value(key, i);
+          return h('td.num', {}, isNumber(v) ? h('span.swatch', { style: { background: data.scale(key).at(v).css } }) : null,
+            formatIn(data.scale(key), v));
+        }))))));
+    foot.replaceChildren(
+      order.length > ROWS ? h('button.quiet', { type: 'button', onclick: () => { state.allRows = !state.allRows; update(); } },
+        state.allRows ? `Show the first ${ROWS} rows` : `Show all ${order.length} rows`) : '',
+      data.scores.length > 7 ? h('button.quiet', { type: 'button', onclick: () => { state.allColumns = !state.allColumns; update(); } },
+        state.allColumns ? 'Show fewer scores' : `Show all ${data.scores.length} scores`) : '');
+  }
+  return { node: h('div', {}, place, foot), update };
+}

@@ -1,0 +1,48 @@
+function compareView(heads) {
+  const place = h('div', {}, h('p.loading', {}, 'Reading the cards in this file …'));
+  const node = h('div.compare', {}, h('nav.card-nav', { 'aria-label': 'Heads' }, h('a', { href: '#', data: { nav: 'atlas' } }, '← Atlas')),
+    h('h2', {}, heads.length ? `Heads ${heads.map(data.label).join(', ')}` : 'No heads to compare'), place);
+  const draw = async () => {
+    const cards = await data.cards();
+    const columns = heads.map((i) => h('article.compare-card', {},
+      h('h3', {}, headLink(i, { text: `Head ${data.label(i)}`, className: 'plain-link' })),
+      cards[i].singular_values.length ? [spark(cards[i].singular_values), h('p.soft', {}, spectrumSentence(cards[i]))] : h('p.absent', {}, 'The weights of this head hold NaN or infinity.'),
+      h('p.evidence', {}, evidence(cards[i])),
+      (cards[i].directions ?? []).slice(0, 3).map((d, k) => h('div.short-direction', {},
+        h('div.soft.num', {}, `direction ${k + 1}, ${format(d.value)}, ${percent(d.energy)}${d.separable ? '' : ', not separable'}`),
+        ['plus', 'minus'].map((end) => h('div.chips', {}, h('span.sign', {}, end === 'plus' ? '+' : MINUS),
+          d.reads[end].slice(0, 4).map(([token]) => tokenChip(data.tokens[token])), h('span.soft', {}, '→'),
+          d.writes[end].slice(0, 4).map(([token]) => tokenChip(data.tokens[token]))))))));
+    const rows = [];
+    let group = null;
+    for (const score of data.scores) {
+      if (score.group !== group) rows.push(h('tr.group', {}, h('th', { colspan: heads.length + 1, scope: 'colgroup' }, group = score.group)));
+      rows.push(h('tr', {}, h('th', { scope: 'row', title: score.note }, score.label), heads.map((i) => {
+        const v = data.value(score.key, i);
+        return h('td.num', {}, isNumber(v) ? h('span.swatch', { style: { background: data.scale(score.key).at(v).css } }) : null, formatIn(data.scale(score.key), v));
+      })));
+    }
+    place.replaceChildren(h('div.compare-cards', {}, columns),
+      h('section', {}, h('h3', {}, 'Scores'), h('div.scroll', { tabindex: '0', role: 'group', 'aria-label': 'Scores side by side' }, h('table.scores', {},
+        h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, 'Score'), heads.map((i) => h('th.num', { scope: 'col' }, data.label(i))))), h('tbody', {}, rows)))));
+    updateTray();
+  };
+  return { node, title: 'Comparison', update: draw, focus: 'h2' };
+}
+
+const tray = h('div.tray', { role: 'region', 'aria-label': 'Comparison', hidden: true });
+
+function toggleCompare(i) {
+  if (!state.compare.delete(i)) state.compare.add(i);
+  view?.update();
+}
+
+function updateTray() {
+  const heads = [...state.compare];
+  tray.hidden = heads.length === 0 || state.route.name === 'compare';
+  tray.replaceChildren(h('span', {}, 'Compare'), h('span.tray-heads', {}, heads.map((i) => h('button.tray-head', {
+    type: 'button', 'aria-label': `Remove head ${data.label(i)} from the comparison`, onclick: () => toggleCompare(i),
+  }, data.label(i), h('span', { 'aria-hidden': 'true' }, ' ×')))),
+  heads.length > 1 ? h('a.button', { href: `#compare/${heads.map(data.label).join(',')}` }, 'Side by side') : h('span.soft', {}, 'mark another head'),
+  h('button.quiet', { type: 'button', onclick: () => { state.compare.clear(); view.update(); } }, 'Clear'));
+}
