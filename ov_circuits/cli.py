@@ -193,7 +193,6 @@ def start(
 
 @app.command(
     epilog=_examples(
-        "ov-circuits report",
         'ov-circuits report gpt2 --prompt "John gave a drink to" --answer " Mary" -o gpt2.html',
         "ov-circuits report gpt2 --bundle gpt2-report",
     ),

@@ -400,10 +400,10 @@ class Head:
     def __repr__(self) -> str:
         return f"Head({self.label} of {self.model.name!r}, view {self.model.view!r})"
 
-    def _repr_html_(self) -> str:
-        from ov_circuits.report.notebook import head_html
+    def _repr_html_(self) -> str | None:
+        from ov_circuits.shown import notebook_html
 
-        return head_html(self)
+        return notebook_html("head_html", self)
 
     @property
     def _layer(self) -> Layer:

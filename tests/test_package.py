@@ -125,7 +125,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 def test_the_wheel_carries_the_model_and_the_page(wheel):
     model = {f"ov_circuits/_data/model/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
-    page = {f"ov_circuits/report/{name}" for name in ("page.html.jinja", "page.css", "page.js")}
+    page = {f"ov_circuits/report/page/{file.name}" for file in (ROOT / "ov_circuits" / "report" / "page").iterdir()}
     assert model | page | {"ov_circuits/py.typed"} <= set(wheel.namelist())
     assert sum(entry.compress_size for entry in wheel.infolist()) < 20e6
 

@@ -28,8 +28,8 @@ _INK, _SOFT, _RULE, _ACCENT, _BAR = "#1e1d1b", "#5f5b54", "#e2ded5", "#0b6764", 
 _UP, _DOWN = "#c26c1c", "#2f6db3"
 DIVERGING = [[0.0, "#123a78"], [0.25, "#6c9bd3"], [0.5, "#f4f2ed"], [0.75, "#eda25c"], [1.0, "#9a4300"]]
 SEQUENTIAL = [[0.0, "#f4f2ed"], [0.33, "#9dcdc7"], [0.67, "#23807c"], [1.0, "#073b3d"]]
-# Okabe & Ito's colours and dashes of their own: the kinds are told apart without colour as well.
-_KINDS = {"Q": ("#0072b2", "dash"), "K": ("#c24e00", "solid"), "V": ("#00795a", "dot")}
+# Okabe & Ito's colours, dashes, and places side by side: the kinds are told apart without colour as well.
+_KINDS = {"Q": ("#0072b2", "dash", -0.06), "K": ("#c24e00", "solid", 0.0), "V": ("#00795a", "dot", 0.06)}
 
 
 @cache
@@ -134,12 +134,12 @@ def composition_graph(frame: pd.DataFrame, n: int = 60) -> go.Figure:
         raise CircuitsError("there is no path to draw: the frame holds no pair with a z")
     figure = go.Figure()
     for kind, rows in paths.groupby("kind", sort=True):
-        colour, dash = _KINDS[str(kind)]
+        colour, dash, shift = _KINDS[str(kind)]
         xs: list[float | None] = []
         ys: list[float | None] = []
         for sender, receiver in zip(rows["sender"], rows["receiver"], strict=True):
             for layer, head in (_place(sender), _place(receiver)):
-                xs.append(head)
+                xs.append(head + shift)
                 ys.append(layer)
             xs.append(None)
             ys.append(None)
@@ -312,7 +312,11 @@ def waterfall(account: pd.DataFrame, by: str = "kind") -> go.Figure:
     for part in components(account):
         name = COMPONENT_NAMES[part["component"]]
         if by == "layer" and part["layer"] is not None:
-            name = f"{part['layer']} {name}"
+            name = (
+                f"Layer {part['layer']}: {name[0].lower()}{name[1:]}"
+                if name != "MLPs"
+                else f"Layer {part['layer']}: MLP"
+            )
         steps[name] = steps.get(name, 0.0) + part["value"]
     figure = go.Figure(
         go.Waterfall(

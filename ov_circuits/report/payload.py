@@ -26,7 +26,7 @@ from ov_circuits.report.numbers import number
 from ov_circuits.report.prompt import WRITE_NORM, prompt_section
 from ov_circuits.report.results import Results, gather
 from ov_circuits.scores.board import all_scores
-from ov_circuits.scores.chance import DRAWS, NULL_NOTES
+from ov_circuits.scores.chance import DRAWS, SPECTRUM_NULL
 
 if TYPE_CHECKING:
     from ov_circuits.trace.trace import Trace
@@ -181,7 +181,7 @@ def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str], hea
         "view": model.view,
         "view_note": model.view_note,
         "version": ov_circuits.__version__,
-        "spectrum_null": f"range of {DRAWS} draws of {NULL_NOTES['factors']}",
+        "spectrum_null": f"range of {DRAWS} draws of {SPECTRUM_NULL}",
         "certificate": {
             "passed": certificate.passed,
             "checks": [{**asdict(check), "value": number(check.value)} for check in certificate.checks],

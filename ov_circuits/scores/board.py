@@ -224,9 +224,9 @@ class Scoreboard(pd.DataFrame):
         return Scoreboard
 
     def _repr_html_(self) -> str | None:
-        from ov_circuits.report.notebook import board_html
+        from ov_circuits.shown import notebook_html
 
-        shown = board_html(self)
+        shown = notebook_html("board_html", self)
         return super()._repr_html_() if shown is None else shown  # type: ignore[misc]
 
 

@@ -40,6 +40,8 @@ NULL_NOTES: dict[NullKind, str] = {
     "rotation": "the head's own singular values, reading and writing random directions of the stream",
 }
 
+SPECTRUM_NULL = "W_V and W_O with their own singular values, meeting inside the head at random"
+
 # Spread over so few draws is known to about 25 %: enough to tell 2 from 10 standard deviations.
 DRAWS = 8
 
@@ -205,5 +207,10 @@ def spectrum(head: Head, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
             "null_high": band.amax(0).numpy(),
         }
     )
-    frame.attrs = {"model": model.name, "view": model.view, "head": head.label, "null": NULL_NOTES["factors"]}
+    frame.attrs = {
+        "model": model.name,
+        "view": model.view,
+        "head": head.label,
+        "null": f"range of {draws} draws of {SPECTRUM_NULL}",
+    }
     return frame

@@ -58,10 +58,10 @@ class Trace:
         bos = "BOS added" if self.bos_added else "no BOS added"
         return f"Trace of {self.model.name!r} on {len(self.tokens)} tokens ({bos})"
 
-    def _repr_html_(self) -> str:
-        from ov_circuits.report.notebook import trace_html
+    def _repr_html_(self) -> str | None:
+        from ov_circuits.shown import notebook_html
 
-        return trace_html(self)
+        return notebook_html("trace_html", self)
 
     def __len__(self) -> int:
         return len(self.tokens)

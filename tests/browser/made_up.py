@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ov_circuits.report.prompt import COMPONENT_NAMES
+
 # What vocabularies hold. Each of these would end an element, start a script, reverse a line or vanish, if it were taken for markup.
 NASTY_TOKENS = [
     "<script>window.xss=1</script>",
@@ -109,6 +111,12 @@ def make_payload(
     lists: dict[str, list[float | None]] = {key: list(map(float, value)) for key, value in values.items()}
     lists["composition_k_z"][-1] = None
 
+    def one_token() -> dict[str, int]:
+        return {"token": int(rng.integers(len(tokens)))}
+
+    def token_pairs(sign: int) -> list[list[float]]:
+        return [[*map(int, rng.choice(len(tokens), 2)), sign * float(v)] for v in np.sort(rng.uniform(1, 9, 6))[::-1]]
+
     def pairs() -> list[list[float]]:
         chosen = rng.choice(len(tokens), size=n_top, replace=len(tokens) < n_top)
         return [[int(t), float(v)] for t, v in zip(chosen, np.sort(rng.uniform(0.1, 2, n_top))[::-1], strict=True)]
@@ -140,6 +148,21 @@ def make_payload(
         cards.append(
             {
                 "singular_values": [float(v) for v in singular],
+                "null_low": [float(v) for v in 0.8 * singular.mean() * np.linspace(1.6, 0.2, d_head)],
+                "null_high": [float(v) for v in singular.mean() * np.linspace(1.6, 0.3, d_head)],
+                # Every other head's pairs were not read.
+                "pairs": {"positive": token_pairs(1), "negative": token_pairs(-1)}
+                if embeddings and head % 2 == 0
+                else None,
+                "evidence": [
+                    f"Its strongest direction ({energy[0]:.0%} of the squared norm of OV) reads ",
+                    one_token(),
+                    " and writes ",
+                    one_token(),
+                    "; it reads from ",
+                    {"head": 0},
+                    " by K-composition (z 9).",
+                ],
                 "eigenvalues_ov": eigen,
                 "eigenvalues_full": [[3 * re, 3 * im] for re, im in eigen] if embeddings else None,
                 "directions": directions if embeddings else None,
@@ -166,6 +189,7 @@ def make_payload(
             "view": "folded",
             "view_note": "The reading norm's gain is folded into W_Q, W_K and W_V, the final norm's gain into W_U.",
             "version": "0.1.0",
+            "spectrum_null": "range of 8 draws of something <b>random</b>",
             "certificate": {
                 "passed": True,
                 "checks": [
@@ -209,7 +233,48 @@ def make_payload(
         "values": lists,
         "cards": cards,
         "tokens": tokens,
+        "composition": make_composition(rng, n_layers, n_heads) if n_layers > 1 else None,
+        "spaces": make_spaces(rng, n, n_layers),
         "prompt": make_prompt(rng, n_layers, n_heads, tokens, answered=prompt is True) if prompt else None,
+    }
+
+
+def make_composition(rng: np.random.Generator, n_layers: int, n_heads: int) -> dict[str, Any]:
+    """As many paths as a real page holds: each head's five strongest of a kind, and more."""
+    n = n_layers * n_heads
+    size = min(30 * n, n * (n - n_heads) // 2)
+    sender = rng.integers(0, n - n_heads, size)
+    first = (sender // n_heads + 1) * n_heads
+    receiver = first + (rng.uniform(size=size) * (n - first)).astype(int)
+    z = np.sort(rng.normal(2, 3, size))[::-1]
+    return {
+        "kinds": ["Q", "K", "V"],
+        "pairs": n * (n - n_heads) // 2,
+        "floor": {"Q": 1.0, "K": 1.0, "V": 1.0},
+        "fdr": {"Q": 4.0, "K": 4.5, "V": None},
+        "sender": sender.tolist(),
+        "receiver": receiver.tolist(),
+        "kind": "".join(rng.choice(["Q", "K", "V"], size)),
+        "value": [float(v) for v in rng.uniform(0, 0.3, size)],
+        "null_mean": [0.05] * size,
+        "z": [float(v) for v in 3 * z],
+        "z_paired": [float(v) for v in z],
+        "notes": ["A note on <b>positions</b>."],
+        "source": "Elhage et al. 2021",
+    }
+
+
+def make_spaces(rng: np.random.Generator, n: int, n_layers: int) -> dict[str, Any]:
+    places = rng.normal(0, 1, (2, n, 2)).round(4)
+    near = [
+        [[int(other), float(rng.uniform(5, 15)), 0.2, float(20 - k)] for k, other in enumerate(rng.integers(0, n, 6))]
+        for _ in range(n)
+    ]
+    return {
+        "read": places[0].tolist(),
+        "write": places[1].tolist(),
+        "shares": {"read": [0.1, 0.05], "write": [0.2, 0.03]},
+        "neighbours": near if n_layers > 1 else None,
     }
 
 
@@ -277,6 +342,7 @@ def make_prompt(
         "residual": 2.1e-6,
         "quantity": "logit difference ' Mary' \N{MINUS SIGN} ' John'",
         "components": components,
+        "component_names": COMPONENT_NAMES,
         "head_value": [float(v) for v in head_value],
         "head_source": packed(source, "f4"),
     }

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ov_circuits.report.cards import NO_CARD
 from ov_circuits.report.dashboard import Dashboard
 
 from .made_up import NASTY_TOKENS, make_payload
@@ -253,8 +254,9 @@ def test_comparison(tab, pages):
 def test_card(tab, pages):
     page = tab().open(pages(), "#1.2")
     page.wait_for_selector(".directions")
-    page.wait_for_function("() => document.querySelectorAll('.chart.drawn').length === 3")
+    page.wait_for_function("() => document.querySelectorAll('.chart.drawn').length === 5")
     card = make_payload()["cards"][8]
+    assert "range of 8 draws of something <b>random</b>" in page.inner_text(".chart-row")
     assert "Its strongest direction" in page.inner_text(".evidence")
     assert page.locator(".directions .flag").count() == sum(not d["separable"] for d in card["directions"][:5])
     page.click("text=Show all 8 directions")
@@ -262,6 +264,129 @@ def test_card(tab, pages):
     assert page.locator("table.scores .here").count() >= 9
     page.wait_for_selector(".heat canvas")
     assert page.locator(".heat canvas").count() == 2
+
+
+def test_the_sentence_has_tokens_and_a_link(tab, pages):
+    page = tab().open(pages(), "#1.2")
+    page.wait_for_selector(".evidence")
+    assert page.locator(".evidence .token").count() == 2
+    page.click(".evidence a")
+    wait_for_heading(page, "Head 0.0")
+
+
+def test_token_pairs_are_shown_or_said_to_be_missing(tab, pages):
+    page = tab().open(pages(), "#1.2")
+    page.wait_for_selector(".pairs")
+    payload = make_payload()
+    assert page.locator(".pair-columns ol").count() == 2 and page.locator(".pairs li").count() == 12
+    strongest = payload["cards"][8]["pairs"]["positive"][0][2]
+    assert page.inner_text(".pairs li >> nth=0 >> .num") == f"+{strongest:.2f}"
+    page.evaluate("location.hash = '1.3'")
+    wait_for_heading(page, "Head 1.3")
+    page.wait_for_selector("code:has-text('ov-circuits pairs MODEL 1.3')")
+    assert page.locator(".pairs").count() == 0
+
+
+def strongest_paths(section: dict[str, Any], side: str, head: int) -> list[int]:
+    """Indices of a head's paths, as the page's rows are, strongest first."""
+    return [k for k, other in enumerate(section[side]) if other == head]
+
+
+def test_composition_links_lead_to_the_other_head(tab, pages):
+    page = tab().open(pages(), "#1.2")
+    page.wait_for_selector(".link-columns")
+    section = make_payload()["composition"]
+    for nth, (own, other) in enumerate((("receiver", "sender"), ("sender", "receiver"))):
+        wanted = strongest_paths(section, own, 8)[:6]
+        assert wanted
+        rows = page.locator(".link-columns table").nth(nth).locator("tbody tr")
+        assert rows.count() == len(wanted)
+        shown = [f"{section[other][k] // 6}.{section[other][k] % 6}{section['kind'][k]}" for k in wanted]
+        assert [text.split("\t")[0] + text.split("\t")[1] for text in rows.all_inner_texts()] == shown
+        flagged = [k for k in wanted if section["z_paired"][k] >= (section["fdr"][section["kind"][k]] or 1e9)]
+        assert page.locator(".link-columns table").nth(nth).locator("tr.flagged").count() == len(flagged)
+    page.click(".link-columns a >> nth=0")
+    wait_for_heading(page, f"Head {shown_label(section['sender'][strongest_paths(section, 'receiver', 8)[0]])}")
+
+
+def shown_label(head: int) -> str:
+    return f"{head // 6}.{head % 6}"
+
+
+def test_heads_that_share_a_space_are_linked(tab, pages):
+    page = tab().open(pages(), "#1.2")
+    page.wait_for_selector(".spaces")
+    near = make_payload()["spaces"]["neighbours"][8]
+    assert page.locator(".spaces table a").all_inner_texts() == [shown_label(row[0]) for row in near]
+    assert "23" in page.inner_text(".spaces") and "15" in page.inner_text(
+        ".spaces"
+    )  # shares of the variance in per cent
+
+
+def test_composition_view(tab, pages):
+    page = tab().open(pages(), "#paths")
+    page.wait_for_selector(".path-graph")
+    section = make_payload()["composition"]
+    z = section["z_paired"]
+
+    def wanted(least: float, kinds: str = "QKV") -> int:
+        return sum(value >= least and kind in kinds for value, kind in zip(z, section["kind"], strict=True))
+
+    def shown() -> int:
+        return page.locator(".path-graph g.path").count()
+
+    set_least = (
+        "v => { const s = document.getElementById('path-least'); s.value = v; s.dispatchEvent(new Event('input')); }"
+    )
+    for least in (6, 4, 9.5):
+        page.evaluate(set_least, least)
+        assert shown() == wanted(least)
+        assert page.locator(".path-list tbody tr").count() == min(60, wanted(least))
+    page.evaluate(set_least, 4)
+    page.uncheck(".kinds input >> nth=0")
+    assert shown() == wanted(4, "KV")
+    page.check(".kinds input >> nth=0")
+    page.click("text=false discovery rate")
+    assert shown() == wanted(4.5)
+    page.evaluate(set_least, 0.5)
+    assert "each head’s five strongest Q, K, V" in page.inner_text(".paths-body [role=status]")
+    page.evaluate(set_least, 6)
+    page.hover(".path-graph .node >> nth=0")
+    assert "of the paths shown" in page.inner_text(".tooltip")
+    assert page.locator(".path-graph.tracing .lit").count() > 0
+    label = page.locator(".path-graph .node >> nth=0").text_content()
+    page.click(".path-graph .node >> nth=0")
+    wait_for_heading(page, f"Head {label}")
+
+
+def test_composition_view_of_one_head_by_its_address_and_by_keyboard(tab, pages):
+    page = tab().open(pages(), "#paths/1.2")
+    page.wait_for_selector(".path-graph")
+    section = make_payload()["composition"]
+    own = [k for k in range(len(section["kind"])) if 8 in (section["sender"][k], section["receiver"][k])]
+    assert page.locator(".path-graph g.path").count() == len(own)
+    assert page.locator("#path-least").count() == 0
+    page.focus(".path-list a >> nth=0")
+    label = page.inner_text(".path-list a >> nth=0")
+    page.keyboard.press("Enter")
+    wait_for_heading(page, f"Head {label}")
+    page.go_back()
+    wait_for_heading(page, "Composition")
+    page.select_option("#path-head", "")
+    page.wait_for_selector("#path-least")
+    assert page.url.endswith("#paths")
+
+
+def test_a_page_without_paths_offers_none(tab, tmp_path):
+    payload = make_payload(prompt=False)
+    payload["composition"], payload["spaces"]["neighbours"] = None, None
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path, "#1.2")
+    page.wait_for_selector(".directions")
+    assert page.locator(".link-columns").count() == 0 and page.locator("a[href='#paths']").count() == 0
+    page.evaluate("location.hash = 'paths'")
+    page.wait_for_selector("[role=alert]")
 
 
 def test_prompt_view_closes_the_account(tab, pages):
@@ -296,7 +421,7 @@ def test_a_source_token_is_decomposed_by_head(tab, pages):
 
 def test_head_that_is_not_finite_says_so(tab, tmp_path):
     payload = make_payload(n_layers=2, n_heads=2)
-    payload["cards"][1] = {"singular_values": [], "eigenvalues_ov": [], "eigenvalues_full": None, "directions": None}
+    payload["cards"][1] = {**NO_CARD, "evidence": []}
     for values in payload["values"].values():
         values[1] = None
     path = tmp_path / "page.html"
@@ -343,13 +468,17 @@ def test_hostile_vocabulary_stays_text(tab, pages):
             "title => document.querySelector('h2')?.textContent === title && document.querySelector('.directions')",
             arg=f"Head {head // 6}.{head % 6}",
         )
-        seen |= set(page.locator(".directions .token").all_text_contents())
-    page.evaluate("location.hash = 'prompt'")
-    page.wait_for_selector(".heat canvas")
+        seen |= set(page.locator(":is(.directions, .pairs, .evidence) .token").all_text_contents())
+    for view, part in (("paths", ".path-graph"), ("prompt", ".heat canvas"), ("compare/0.3,1.2", ".compare-card")):
+        page.evaluate("view => { location.hash = view }", view)
+        page.wait_for_selector(part)
     assert page.evaluate("window.xss") is None
     # Plotly's own source is the one script that may join.
     assert page.locator("script").count() == scripts + 1
-    assert page.locator("#page :is(img, textarea, script, b:not(.num):not(summary b), iframe)").count() == 0
+    assert (
+        page.locator("#page :is(img, textarea, script, b:not(.num, summary b, .lead > b, .hint > b), iframe)").count()
+        == 0
+    )
     for text in (
         "<script>window.xss=1</script>",
         "</textarea>",
@@ -414,7 +543,13 @@ def test_dark_follows_the_system_and_the_button(tab, pages):
     assert page.evaluate(paper) == light
 
 
-VIEWS = {"": ".chart.drawn", "1.2": ".heat canvas", "prompt": ".heat canvas", "compare/0.3,1.2": ".compare-card"}
+VIEWS = {
+    "": ".chart.drawn",
+    "1.2": ".heat canvas",
+    "paths": ".path-graph",
+    "prompt": ".heat canvas",
+    "compare/0.3,1.2": ".compare-card",
+}
 
 
 def walk(page: Any) -> Iterator[str]:
