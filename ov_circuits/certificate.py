@@ -67,6 +67,16 @@ class Check:
     detail: str
 
 
+# What the checks say, for readers who meet their names on a page.
+MEANINGS = {
+    "low-rank against dense": "Singular values, norm and trace, found without forming W_V W_O, are those of the matrix itself.",
+    "sum of heads": "What the heads write, added up with b_O, is the attention layer's own output: the split into heads is right.",
+    "one token": "A position that sees only itself writes its own value: each query head is paired with its right key/value head.",
+    "query-key pattern": "W_Q, W_K, biases and positions give the attention that the model itself computes.",
+    "ledger": "The parts of a logit add up to the model's own logit: nothing is left out or counted twice.",
+}
+
+
 @dataclass(frozen=True)
 class Certificate:
     """All checks of one checkpoint."""

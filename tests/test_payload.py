@@ -111,3 +111,72 @@ def test_an_answer_without_a_prompt_is_refused(story, kwargs, message):
 def test_a_trace_of_another_model_is_refused(story, gpt_nano_sort):
     with pytest.raises(CircuitsError, match="another model"):
         ov.dashboard(ov.load(gpt_nano_sort), story[1])
+
+
+def test_composition_holds_the_strongest_and_every_heads_own(story):
+    model, _, payload = story
+    section, frame = payload["composition"], ov.composition(model, "all")
+    labels = model.head_labels
+    rows = {
+        (labels[s], labels[r], k): i
+        for i, (s, r, k) in enumerate(zip(section["sender"], section["receiver"], section["kind"], strict=True))
+    }
+    assert section["z_paired"] == sorted(section["z_paired"], reverse=True)
+    for kind in "QKV":
+        of_kind = frame[frame["kind"] == kind]
+        assert section["pairs"] == len(of_kind)
+        assert section["floor"][kind] == pytest.approx(of_kind["z_paired"].nlargest(400).min(), rel=1e-4)
+        flagged = of_kind[of_kind["flag_paired"]]["z_paired"]
+        assert section["fdr"][kind] == (pytest.approx(flagged.min(), rel=1e-4) if len(flagged) else None)
+        for wanted in (
+            of_kind.nlargest(400, "z_paired"),
+            of_kind[of_kind["receiver"] == "3.6"].nlargest(5, "z_paired"),
+        ):
+            for row in wanted.itertuples():
+                place = rows[row.sender, row.receiver, kind]
+                assert section["value"][place] == pytest.approx(row.value, rel=1e-4)
+                assert section["z_paired"][place] == pytest.approx(row.z_paired, rel=1e-4)
+
+
+def test_neighbours_share_most_write_directions(story):
+    model, _, payload = story
+    overlap = ov.subspace_overlap(model, read="O")
+    mine = overlap[(overlap["writer"] == "3.6") | (overlap["reader"] == "3.6")].nlargest(6, "z")
+    others = [row.reader if row.writer == "3.6" else row.writer for row in mine.itertuples()]
+    found = payload["spaces"]["neighbours"][3 * 8 + 6]
+    assert [model.head_labels[row[0]] for row in found] == others
+    assert [row[1] for row in found] == pytest.approx(mine["value"].tolist(), rel=1e-4)
+
+
+def test_which_heads_have_their_pairs_read(story):
+    model, trace, _ = story
+
+    def read(**options):
+        cards = ov.dashboard(model, paths=False, **options).payload["cards"]
+        return [label for label, card in zip(model.head_labels, cards, strict=True) if card["pairs"]]
+
+    board = ov.scoreboard(model).set_index("head")["eigen_copying_full"].abs()
+    assert set(read(pairs=3)) == set(board.nlargest(3).index)
+    assert read(pairs=0) == [] and len(read()) == len(read(pairs="all")) == 40
+    account = trace.ledger(" little", " big")
+    size = account[account["component"] == "head"].groupby("head")["value"].sum().abs()
+    mixed = set(read(pairs=2, trace=trace, answer=" little", against=" big"))
+    assert mixed == {board.idxmax(), size.idxmax()}
+    with pytest.raises(CircuitsError, match="a number or 'all'"):
+        ov.dashboard(model, pairs="many")
+
+
+def test_scores_over_the_vocabulary_come_beside_the_spectra_with_z(story):
+    model = story[0]
+    payload = ov.dashboard(model, scores=["rank_copying_10"], paths=False, pairs=0).payload
+    alone = ov.rank_copying(model)["rank_copying_10"]
+    assert payload["values"]["rank_copying_10"] == pytest.approx(alone.tolist(), rel=1e-4)
+    assert len(payload["chance"]["rank_copying_10"]["z"]) == 40 and "eigen_copying_full" in payload["values"]
+    assert payload["composition"] is None and payload["spaces"]["neighbours"] is None
+    copying = [i for i, share in enumerate(alone) if share >= 0.5]
+    said = [i for i, card in enumerate(payload["cards"]) if card["evidence"][0].startswith("Copies: ")]
+    assert said == copying
+
+
+def test_every_check_of_the_certificate_is_explained(story):
+    assert all(check["meaning"] for check in story[2]["meta"]["certificate"]["checks"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 import ov_circuits
-from ov_circuits.certificate import Certificate
+from ov_circuits.certificate import MEANINGS, Certificate
 from ov_circuits.checkpoint.census import census
 from ov_circuits.model import Model
 from ov_circuits.progress import track
@@ -184,7 +184,10 @@ def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str], hea
         "spectrum_null": f"range of {DRAWS} draws of {SPECTRUM_NULL}",
         "certificate": {
             "passed": certificate.passed,
-            "checks": [{**asdict(check), "value": number(check.value)} for check in certificate.checks],
+            "checks": [
+                {**asdict(check), "value": number(check.value), "meaning": MEANINGS.get(check.name)}
+                for check in certificate.checks
+            ],
         },
         "notes": notes,
     }

@@ -50,7 +50,7 @@ Math.random = () => { state = (state * 48271) % 2147483647; return state / 21474
 
 def why_no_stills() -> str | None:
     """What to install where nothing can draw pictures; None where something can."""
-    return None if importlib.util.find_spec("kaleido") or _browser() else _NEEDS
+    return None if _has_kaleido() or _browser() else _NEEDS
 
 
 def stills(figures: dict[str, go.Figure]) -> dict[str, bytes]:
@@ -59,12 +59,16 @@ def stills(figures: dict[str, go.Figure]) -> dict[str, bytes]:
     Raises:
         CircuitsError: nothing is there to draw them, or it failed.
     """
-    if importlib.util.find_spec("kaleido"):
+    if _has_kaleido():
         return _by_kaleido(figures)
     browser = _browser()
     if browser is None:
         raise CircuitsError(_NEEDS)
     return _by_browser(browser, figures)
+
+
+def _has_kaleido() -> bool:
+    return importlib.util.find_spec("kaleido") is not None
 
 
 def _browser() -> str | None:

@@ -28,8 +28,15 @@ def browser() -> Iterator[Any]:
     if executable is None:
         _absent("the page is tested in Chromium, and there is no chromium on PATH")
     with sync_playwright() as playwright:
+        # Sandboxed frames in the page's own process: where a test disables scripts, that must reach a notebook's frames.
         started = playwright.chromium.launch(
-            executable_path=executable, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            executable_path=executable,
+            args=[
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--disable-features=IsolateSandboxedIframes",
+            ],
         )
         yield started
         started.close()

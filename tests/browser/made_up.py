@@ -48,6 +48,14 @@ NASTY_TOKENS = [
     "\\u003c",
 ]
 
+# The sizes that a page is made for.
+SHAPES: dict[str, dict[str, Any]] = {
+    "270 heads": {"n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "d_head": 64},
+    "1024 heads": {
+        "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "prompt": False, "n_directions": 10,
+    },
+}  # fmt: skip
+
 SCORES = [
     ("eigen_copying_ov", "Eigenvalue copying, residual space", "Copying", True, [-1, 1]),
     ("eigen_copying_full", "Eigenvalue copying, vocabulary space", "Copying", True, [-1, 1]),
@@ -206,6 +214,7 @@ def make_payload(
                         "value": 8.2e-8,
                         "limit": 1e-5,
                         "detail": "attention is 1 on itself",
+                        "meaning": "Each query head is paired with its right key/value head.",
                     },
                     {
                         "name": "Closed account",

@@ -42,7 +42,7 @@ function certificate(made) {
     h('div.pop.wide', {}, h('table.certificate', {},
       h('thead', {}, h('tr', {}, ['Identity', '', 'Error', 'Limit'].map((t) => (t ? h('th', { scope: 'col' }, t) : h('td', {}))))),
       h('tbody', {}, made.checks.map((check) => h('tr', {},
-        h('th', { scope: 'row' }, check.name, check.detail ? h('span.soft.detail', {}, check.detail) : null),
+        h('th', { scope: 'row' }, check.name, check.meaning ? h('span.meaning', {}, check.meaning) : null, check.detail ? h('span.soft.detail', {}, check.detail) : null),
         h(`td.${check.passed === null ? 'soft' : check.passed ? 'good' : 'bad'}`, {}, word(check)),
         h('td.num', {}, format(check.value, { digits: 2 })), h('td.num', {}, format(check.limit, { digits: 2 }))))))));
 }
