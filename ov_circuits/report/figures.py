@@ -310,7 +310,7 @@ def waterfall(account: pd.DataFrame, by: str = "kind") -> go.Figure:
         raise CircuitsError(f"an account is shown by 'kind' or by 'layer', not by {by!r}")
     steps: dict[str, float] = {}
     for part in components(account):
-        name = COMPONENT_NAMES[part["component"]]
+        name = COMPONENT_NAMES.get(part["component"], part["component"])
         if by == "layer" and part["layer"] is not None:
             name = (
                 f"Layer {part['layer']}: {name[0].lower()}{name[1:]}"

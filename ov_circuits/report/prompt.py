@@ -33,6 +33,7 @@ COMPONENT_NAMES = {
     "b_O": "Attention output biases",
     "mlp": "MLPs",
     "norm_bias": "Final norm bias",
+    "unembedding": "Unembedding bias",
 }
 
 

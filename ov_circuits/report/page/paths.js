@@ -86,10 +86,14 @@ function pathList(paths, composition) {
 /** Heads on a grid of layers and heads, paths between them. The list beside it is the same for those who do not see it. */
 function pathGraph(paths, focus) {
   const { meta, nHeads } = data;
-  const [column, row, left, top] = [nHeads > 16 ? 38 : Math.min(110, 720 / nHeads), meta.n_layers > 16 ? 38 : 56, 34, 24];
-  const [width, height] = [left + nHeads * column, top + meta.n_layers * row];
+  const [column, row, left, top] = [nHeads > 16 ? 38 : Math.min(110, 670 / nHeads), meta.n_layers > 16 ? 44 : 60, 34, 24];
+  // Layers without a path are drawn close together.
+  const used = new Set(paths.flatMap((path) => [data.layerOf(path.from), data.layerOf(path.to)]));
+  const tall = Array.from({ length: meta.n_layers }, (_, l) => (used.has(l) ? row : 15));
+  const middle = tall.map((size, l) => top + tall.slice(0, l).reduce((a, b) => a + b, 0) + size / 2);
+  const [width, height] = [left + nHeads * column, top + tall.reduce((a, b) => a + b, 0)];
   const x = (i) => left + (data.headOf(i) + 0.5) * column;
-  const y = (i) => top + (data.layerOf(i) + 0.5) * row;
+  const y = (i) => middle[data.layerOf(i)];
   const touched = new Map();
   const edges = [];
   const strongest = Math.max(...paths.map((path) => path.paired), 1e-12);
@@ -111,7 +115,7 @@ function pathGraph(paths, focus) {
       : s('circle.dot', { cx: x(i), cy: y(i), r: 1.6 }));
   }
   const names = [
-    ...Array.from({ length: meta.n_layers }, (_, l) => s('text.axis', { x: left - 12, y: top + (l + 0.5) * row + 3.5 }, String(l))),
+    ...Array.from({ length: meta.n_layers }, (_, l) => s('text.axis', { x: left - 12, y: middle[l] + 3.5 }, String(l))),
     ...Array.from({ length: nHeads }, (_, k) => s('text.axis.across', { x: left + (k + 0.5) * column, y: 12 }, String(k))),
   ];
   const svg = s('svg.path-graph', { viewBox: `0 0 ${width} ${height}`, width, height, 'aria-hidden': 'true' }, names, edges, nodes);
