@@ -118,6 +118,14 @@ def test_pictures_are_pictures(bundle, story):
     assert "little" in (folder / "waterfall-kind.svg").read_text("utf-8")
 
 
+@needs_browser
+def test_no_text_ends_the_page_that_draws(story):
+    figure = main_figures(story[1])["composition"].update_layout(title="<!--<script></script> &amp; &lt;b&gt;")
+    drawn = pictures.stills({"x": figure})
+    assert drawn["x.png"].startswith(b"\x89PNG") and drawn["x.svg"].startswith(b"<svg")
+    assert b"<script" not in drawn["x.svg"]
+
+
 def test_without_a_browser_the_rest_is_written_and_what_to_install_is_said(gpt_nano_sort, tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "_browser", lambda: None)
     monkeypatch.setattr(pictures, "_has_kaleido", lambda: False)

@@ -78,7 +78,7 @@ def _links(verb: str, pairs: pd.DataFrame | None) -> list[list[Part]]:
         clause.append(" and " if n else "")
         for k, other in enumerate(rows["other"]):
             clause += [" and " if k else "", {"head": int(other)}]
-        clause.append(f" by {kind}-composition (z {', '.join(f'{z:.2g}' for z in rows['z_paired'])})")
+        clause.append(f" by {kind}-composition (z {', '.join(map(_two_digits, rows['z_paired']))})")
     return [clause]
 
 
@@ -133,7 +133,11 @@ def _signed(value: float) -> str:
 
 
 def _z(value: Any) -> str:
-    return f", z {value:.2g}".replace("-", "\N{MINUS SIGN}") if _known(value) and abs(value) < 1000 else ""
+    return f", z {_two_digits(value)}" if _known(value) else ""
+
+
+def _two_digits(value: float) -> str:
+    return (f"{value:.2g}" if abs(value) < 99.5 else f"{value:.0f}").replace("-", "\N{MINUS SIGN}")
 
 
 def _percent(share: float | None) -> str:

@@ -15,12 +15,15 @@ _A_HEAD = 5
 _NEIGHBOURS = 6
 
 
-def composition_section(model: Model, frame: pd.DataFrame) -> dict[str, Any]:
+def composition_section(model: Model, frame: pd.DataFrame | None) -> dict[str, Any] | None:
     """The pairs that stand out from all pairs of their kind, as parallel lists by falling ``z_paired``.
 
     Kept are the strongest of each kind, and every head's strongest in and out. ``floor`` is the weakest of the first sort:
     above it the list of a kind is complete. ``fdr`` is where the pairs begin that are flagged at a false discovery rate of 5 %.
+    None where no pair has a z.
     """
+    if frame is None or not frame["z_paired"].notna().any():
+        return None
     known = frame[frame["z_paired"].notna()]
     strength = known["z_paired"]
     by_kind = strength.groupby(known["kind"]).rank(ascending=False, method="first")

@@ -107,7 +107,7 @@ def payload(results: Results) -> dict[str, Any]:
         "chance": {key: _chance(board, key) for key in keys if f"{key}_z" in board},
         "cards": cards,
         "tokens": texts.table,
-        "composition": None if results.composition is None else composition_section(model, results.composition),
+        "composition": composition_section(model, results.composition),
         "spaces": spaces_section(model, results.spaces, results.overlap),
         "prompt": prompt,
     }

@@ -92,9 +92,9 @@ def _by_browser(browser: str, figures: dict[str, go.Figure]) -> dict[str, bytes]
     import plotly.io as pio
     from plotly.offline import get_plotlyjs
 
-    # Inside a script, "</" could end it; JSON may write it as "<\/".
+    # Inside a script, "</" would end it and "<!--<script" keep it from ending: no "<" is left in the data.
     parts = {name: json.loads(pio.to_json(figure)) for name, figure in figures.items()}
-    data = json.dumps(parts).replace("</", "<\\/")
+    data = json.dumps(parts).replace("<", "\\u003c")
     with tempfile.TemporaryDirectory(prefix="ov-circuits-") as folder:
         page = Path(folder) / "figures.html"
         page.write_text(_filled(get_plotlyjs(), data), "utf-8")

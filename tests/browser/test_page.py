@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +275,45 @@ def test_the_sentence_has_tokens_and_a_link(tab, pages):
     assert page.locator(".evidence .token").count() == 2
     page.click(".evidence a")
     wait_for_heading(page, "Head 0.0")
+
+
+def test_a_card_waits_for_the_rest_of_a_slow_file(browser):
+    """A large file comes in pieces, and a link to a head asks for a block that may have come by half."""
+    html = Dashboard(make_payload()).html.encode()
+    start = html.index(b'id="block-cards"')
+    cut = (start + html.index(b"</script>", start)) // 2
+    asked = threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(html)))
+            self.end_headers()
+            self.wfile.write(html[:cut])
+            asked.wait(20)
+            self.wfile.write(html[cut:])
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    one = Tab(browser)
+    try:
+        one.page.goto(f"http://127.0.0.1:{server.server_port}/#1.2", wait_until="commit")
+        one.page.wait_for_selector("html[data-ready]")
+        one.page.wait_for_selector("#block-cards", state="attached")
+        one.page.wait_for_timeout(300)  # a page that does not wait fails in this time
+        assert one.page.locator(".loading").count() == 1 and one.complaints == []
+        asked.set()
+        one.page.wait_for_selector(".directions")
+        assert one.complaints == []
+    finally:
+        asked.set()
+        one.context.close()
+        server.shutdown()
+        server.server_close()
 
 
 def test_token_pairs_are_shown_or_said_to_be_missing(tab, pages):
@@ -677,6 +719,28 @@ def test_an_exported_notebook_shows_everything_twice(tab, notebook_page, scripts
         else:
             frame.locator(".static tbody tr >> nth=3").wait_for()
             assert frame.locator("#page").is_hidden() and frame.locator("html.js").count() == 0
+
+
+def test_hostile_text_stays_text_in_a_notebook(tab, tmp_path, tiny_gpt2_char):
+    import ov_circuits as ov
+
+    model = ov.load(tiny_gpt2_char)
+    board = ov.scoreboard(model, ["ov_stable_rank"], tokens=2)
+    names = [token for token in NASTY_TOKENS if token != "\udce2"]  # a tokenizer gives lone bytes as text
+    board["reads_plus"] = [names] * len(board)
+    board.attrs["model"] = board.attrs["view"] = "<script>window.xss=1</script>"
+    traced = replace(model.trace([1, 2, 3]), texts=tuple(NASTY_TOKENS[:3]))
+    path = tmp_path / "notebook.html"
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8><title>n</title>{board._repr_html_()}{traced._repr_html_()}", "utf-8"
+    )
+    page = tab().page
+    page.goto(path.as_uri())
+    assert page.evaluate("window.xss") is None
+    assert page.locator("script, img, textarea, b").count() == 0
+    shown = page.locator(".ov-token").all_text_contents()
+    for text in ("<script>window.xss=1</script>", "</textarea>", "<!--", "U+202E", "∅", "&lt;", "·Paris"):
+        assert text in shown, text
 
 
 def test_what_is_cut_out_of_a_scoreboard_is_shown_as_what_it_is(tmp_path):

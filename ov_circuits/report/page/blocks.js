@@ -5,7 +5,8 @@ const documentRead = new Promise((done) => {
 
 async function blockBytes(name) {
   const id = `block-${name}`;
-  if (!document.getElementById(id)) await documentRead;
+  // While the file is still being read, a block is whole when something stands behind it.
+  if (!document.getElementById(id)?.nextSibling) await documentRead;
   const element = document.getElementById(id);
   const binary = atob(element.textContent);
   const packed = new Uint8Array(binary.length);
