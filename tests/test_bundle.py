@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from difflib import unified_diff
 from pathlib import Path
 
 import pandas as pd
@@ -61,7 +62,15 @@ def test_a_second_run_gives_the_same_bytes(bundle, stories260k, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["second"], "no page beside the bundle, nothing left behind"
     first, second = files_of(bundle[0]), files_of(again)
     assert sorted(first) == sorted(second)
-    assert [name for name in first if first[name] != second[name]] == []
+    differ = [name for name in first if first[name] != second[name]]
+    assert differ == [], [
+        line[:300]
+        for name in differ
+        if name.endswith(".svg")
+        for line in unified_diff(
+            *(side[name].decode().replace(">", ">\n").splitlines() for side in (first, second)), n=0
+        )
+    ]
 
 
 def test_every_file_is_in_the_manifest_with_its_hash(bundle, stories260k):

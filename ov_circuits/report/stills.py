@@ -39,6 +39,9 @@ Math.random = () => { state = (state * 48271) % 2147483647; return state / 21474
     const {{ width = 900, height = 480 }} = figure.layout;
     const drawn = await Plotly.newPlot(document.createElement('div'), figure.data, {{ ...figure.layout, width, height }});
     const still = (format, scale) => Plotly.toImage(drawn, {{ format, width, height, scale }});
+    // The first drawing of a legend may measure its text before the fonts are there: it is thrown away.
+    await still('svg', 1);
+    await document.fonts.ready;
     done[name] = {{ svg: await still('svg', 1), png: await still('png', {scale}) }};
   }}
   const out = document.createElement('pre');
@@ -94,6 +97,9 @@ def _by_browser(browser: str, figures: dict[str, go.Figure]) -> dict[str, bytes]
 
     # Inside a script, "</" would end it and "<!--<script" keep it from ending: no "<" is left in the data.
     parts = {name: json.loads(pio.to_json(figure)) for name, figure in figures.items()}
+    for figure in parts.values():
+        for k, trace in enumerate(figure["data"]):
+            trace["uid"] = f"-{k}"  # plotly would choose one at random
     data = json.dumps(parts).replace("<", "\\u003c")
     with tempfile.TemporaryDirectory(prefix="ov-circuits-") as folder:
         page = Path(folder) / "figures.html"
