@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
     from ov_circuits.scores.relations import relation_scores
     from ov_circuits.scores.spaces import space_map
+    from ov_circuits.trace.scan import Scan, open_scan, scan
     from ov_circuits.trace.trace import Trace, open_trace
 
 _HOMES = {
@@ -47,6 +48,9 @@ _HOMES = {
     "LowRank": "linalg.lowrank",
     "Trace": "trace.trace",
     "open_trace": "trace.trace",
+    "scan": "trace.scan",
+    "Scan": "trace.scan",
+    "open_scan": "trace.scan",
     "scoreboard": "scores.board",
     "compare": "scores.compare",
     "composition": "scores.composition",
@@ -81,6 +85,7 @@ __all__ = [
     "Layer",
     "LowRank",
     "Model",
+    "Scan",
     "Trace",
     "__version__",
     "compare",
@@ -96,11 +101,13 @@ __all__ = [
     "largest_query_key_pairs",
     "load",
     "offset_profile",
+    "open_scan",
     "open_trace",
     "position_pattern",
     "qk_spectra",
     "rank_copying",
     "relation_scores",
+    "scan",
     "scoreboard",
     "scores",
     "space_map",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
 
@@ -33,3 +34,11 @@ def token_text(model: Model, token: int) -> str:
 def token_list(model: Model, ids: Sequence[int]) -> list[str]:
     """Texts of several tokens."""
     return [token_text(model, token) for token in ids]
+
+
+def bos_id(model: Model) -> int | None:
+    """The BOS token of the tokenizer, or of the config where there is no tokenizer; None where the model has none."""
+    if model.has_tokenizer:
+        return model.tokenizer.bos_id
+    config = model.source.checkpoint.config
+    return bos_in_vocabulary(config.get("bos_token_id"), config)

@@ -38,6 +38,31 @@ class Norm:
             return FrozenNorm(direction.double(), 0.0, 1.0)
         return _frozen(x, direction, self.kind, self.eps, self.gain, self.bias)
 
+    def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
+        """The sigma by which rows are divided."""
+        if self.kind is None:
+            return torch.ones_like(x[..., :1])
+        if self.kind == "LayerNorm":
+            x = x - x.mean(dim=-1, keepdim=True)
+        return (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
+
+    def read_back(
+        self, x: Float[Tensor, "*batch d_model"], direction: Float[Tensor, "*directions d_model"]
+    ) -> Float[Tensor, "*directions d_model"]:
+        """Along what the norm's *input* is read when its output is read along ``direction``, at the scale that it has on x."""
+        read = self.gain.to(direction.dtype) * direction
+        if self.kind == "LayerNorm":
+            read = read - read.mean(dim=-1, keepdim=True)
+        return read / self.scale(x)
+
+    def carry(
+        self, x: Float[Tensor, "*batch d_model"], part: Float[Tensor, "*parts d_model"]
+    ) -> Float[Tensor, "*parts d_model"]:
+        """What a part of the sum x becomes, at the scale that the norm has on the whole of x; the bias is no part's."""
+        if self.kind == "LayerNorm":
+            part = part - part.mean(dim=-1, keepdim=True)
+        return part * self.gain.to(part.dtype) / self.scale(x)
+
     @classmethod
     def read(cls, store: TensorStore, name: str | None, architecture: Architecture) -> Norm:
         """The norm of that name; None names none.

@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary, why_no_bos
+from ov_circuits.checkpoint.tokenizer import why_no_bos
 from ov_circuits.errors import CircuitsError
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Head, Layer, Model
 from ov_circuits.trace.engines import LAYER_FIELDS, LayerRecord, Record, check_tokens, record
 from ov_circuits.trace.shards import Shard
-from ov_circuits.words import token_list
+from ov_circuits.words import bos_id, token_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,14 +121,14 @@ class Trace:
     def write_norms(self) -> Float[Tensor, "layer head destination"]:
         """||z W_O|| of every head at every position."""
         shard = self.record.shard
-        norms = [_norms_through(layer.z, weights.W_O[shard.heads]) for layer, weights in self._layers()]
+        norms = [norms_through(layer.z, write_gram(weights.W_O[shard.heads])) for layer, weights in self._layers()]
         return shard.gather(torch.stack(norms), 1)
 
     def value_weighted_patterns(self) -> Float[Tensor, "layer head destination source"]:
         """A[t, s] ||xhat_s W_V W_O||: attention weighted by the size of what it moves (Kobayashi et al. 2020)."""
         shard, weighted = self.record.shard, []
         for layer, weights in self._layers():
-            sizes = _norms_through(unbiased_values(layer, weights), weights.W_O)[shard.heads]
+            sizes = norms_through(unbiased_values(layer, weights), write_gram(weights.W_O))[shard.heads]
             weighted.append(layer.pattern * sizes.unsqueeze(1))
         return shard.gather(torch.stack(weighted), 1)
 
@@ -245,15 +245,14 @@ def prompt_ids(model: Model, prompt: Any, bos: bool | None = None) -> tuple[list
     tokens = list(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else _ids(prompt)
     if not tokens:
         raise CircuitsError("the prompt is empty: give it at least one token")
-    config = model.source.checkpoint.config
-    bos_id = model.tokenizer.bos_id if model.has_tokenizer else bos_in_vocabulary(config.get("bos_token_id"), config)
-    wanted = (isinstance(prompt, str) and bos_id is not None) if bos is None else bos
-    if wanted and bos_id is None:
-        raise CircuitsError(f"{model.name} {why_no_bos(config)}: run the prompt without one")
-    added = wanted and tokens[0] != bos_id
+    front = bos_id(model)
+    wanted = (isinstance(prompt, str) and front is not None) if bos is None else bos
+    if wanted and front is None:
+        raise CircuitsError(f"{model.name} {why_no_bos(model.source.checkpoint.config)}: run the prompt without one")
+    added = wanted and tokens[0] != front
     if added:
-        assert bos_id is not None
-        tokens = [bos_id, *tokens]
+        assert front is not None
+        tokens = [front, *tokens]
     check_tokens(model, tokens)
     return tokens, added
 
@@ -318,11 +317,16 @@ def _ids(prompt: Any) -> list[int]:
 
 def unbiased_values(layer: LayerRecord, weights: Layer) -> Float[Tensor, "head source d_head"]:
     """xhat W_V for every query head: values without their bias."""
+    return values_without_bias(layer.attention_input, weights)
+
+
+def values_without_bias(x: Float[Tensor, "source d_model"], weights: Layer) -> Float[Tensor, "head source d_head"]:
+    """:func:`unbiased_values` of an attention input."""
     if weights.qkv_clip is not None:  # clamped with their bias
-        values = weights.values(layer.attention_input)
+        values = weights.values(x)
         values = values if weights.b_V is None else values - weights.b_V.double().unsqueeze(1)
         return weights.per_query_head(values.float())
-    return weights.per_query_head(torch.einsum("sm,kmd->ksd", layer.attention_input, weights.W_V))
+    return weights.per_query_head(torch.einsum("sm,kmd->ksd", x, weights.W_V))
 
 
 def value_bias_writes(weights: Layer) -> Float[Tensor, "head d_model"]:
@@ -332,8 +336,14 @@ def value_bias_writes(weights: Layer) -> Float[Tensor, "head d_model"]:
     return torch.einsum("hd,hdm->hm", weights.per_query_head(weights.b_V), weights.W_O)
 
 
-def _norms_through(vectors: Tensor, W_O: Tensor) -> Tensor:
-    """||x W_O|| for [head, pos, d_head] and [head, d_head, d_model], by way of W_O W_O^T [head, d_head, d_head]."""
-    gram = W_O.double() @ W_O.double().mT
+def write_gram(W_O: Float[Tensor, "head d_head d_model"]) -> Float[Tensor, "head d_head d_head"]:
+    """W_O W_O^T, float64: by it a write's size is known without the write."""
+    return W_O.double() @ W_O.double().mT
+
+
+def norms_through(
+    vectors: Float[Tensor, "head pos d_head"], gram: Float[Tensor, "head d_head d_head"]
+) -> Float[Tensor, "head pos"]:
+    """||x W_O||, by way of W_O's :func:`write_gram`."""
     vectors = vectors.double()
     return ((vectors @ gram) * vectors).sum(-1).clamp(min=0).sqrt().float()

@@ -1,0 +1,749 @@
+"""What every head does over a corpus, in one pass and bounded memory.
+
+A head on the whole distribution rarely does only what a narrow task suggests, so examples are taken from all of it: the
+strongest ones and a few from every tenth of all positions (Luger et al. 2026). The unit is a *destination*, a position of the
+text that has a next token, and each is measured twice:
+
+    write   ||z W_O||, the size of what the head writes there;
+    logit   z W_O . d, what it adds directly to the logit of the true next token, at the final norm's actual scale.
+
+Beside each value stands the source token with the largest part of it: A[t, s] ||x_s W_V W_O|| for the write, and for the logit
+A[t, s] (x_s W_V W_O) . d in the direction of the whole. The value bias belongs to no source.
+
+Loss saved is what the head's direct write takes off the loss of the true next token, the final scale and everything else held:
+L(logits - delta) - L(logits), delta the head's write through the final norm and W_U. That needs the whole vocabulary for each
+head, so it is worked out on a seeded sample of positions, with its standard error. Its derivative, sum_v (1[v = next] - p_v)
+delta_v, costs one direction a position and is taken on all of them; without a softcap the loss is convex in the logits, so the
+derivative never exceeds the loss saved. Both are of *direct* effects: later heads see the same stream as before.
+
+The number of positions is known before the first one runs, so the sample is drawn up front, uniformly and without replacement;
+its tenths estimate those of all positions (a tenth's edge lies within 0.5 / sqrt(sample) of its rank, one standard error).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ov_circuits.checkpoint.mlp import Norm
+from ov_circuits.errors import CircuitsError
+from ov_circuits.files import atomic_path
+from ov_circuits.model import Layer, Model
+from ov_circuits.progress import track
+from ov_circuits.trace.corpus import Corpus, CorpusLike, Window, open_corpus
+from ov_circuits.trace.engines import Batch, check_tokens, pad, run
+from ov_circuits.trace.trace import norms_through, write_gram
+from ov_circuits.words import token_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MEASURES = ("write", "logit")
+
+# Where a source token stands; the first that fits counts, so that shares sum to one.
+SOURCE_KINDS = ("first", "self", "previous", "same_token", "after_same_token", "punctuation", "other")
+
+# Tokens that run side by side, and after how many batches the state is written.
+_BATCH_TOKENS = 512
+_BATCHES_A_SAVE = 16
+
+# The lists of strongest examples: a measure, and the sign by which its values are ordered.
+_ENDS = (("write", 0, 1.0, "strongest"), ("logit", 1, 1.0, "strongest"), ("logit", 1, -1.0, "most negative"))
+
+_ENTROPY_BIN = 0.5  # nats
+_BEFORE, _AFTER, _AROUND_SOURCE = 16, 8, 4  # tokens shown of an example's text
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a scan's result depends on, beside model and corpus.
+
+    Attributes:
+        examples: how many strongest examples a head, measure and end.
+        per_decile: how many examples of each tenth.
+        sample: positions from which tenths are told and their examples taken.
+        loss_sample: positions, among these, on which the loss saved is exact.
+        seed: of the sample.
+    """
+
+    examples: int = 10
+    per_decile: int = 2
+    sample: int = 2048
+    loss_sample: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 0 if name == "seed" else 1
+            if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+                raise CircuitsError(f"{name} is a whole number from {least} on, not {str(value)[:80]}")
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """Every head over a corpus, as frames; see :func:`scan`. Their ``attrs`` say of what, and how it was scanned."""
+
+    heads: pd.DataFrame
+    examples: pd.DataFrame
+    distributions: pd.DataFrame
+
+    def __repr__(self) -> str:
+        f = self.facts
+        return (
+            f"Scan of {f['model']!r} over {f['corpus']}: {f['positions']:,} positions, {len(self.heads)} heads, "
+            f"{len(self.examples):,} examples"
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Model, corpus, window, BOS, seed, the model's own mean loss."""
+        return {str(key): value for key, value in self.heads.attrs.items()}
+
+    def of(self, head: str) -> pd.DataFrame:
+        """One head's examples.
+
+        Raises:
+            CircuitsError: there is no such head.
+        """
+        if head not in set(self.heads["head"]):
+            raise CircuitsError(f"the scan has no head {str(head)[:80]!r}: write it as {self.heads['head'].iloc[0]!r}")
+        return self.examples[self.examples["head"] == head]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the frames as Parquet into a folder, which is made where it is not there; :func:`open_scan` reads them again.
+
+        Raises:
+            CircuitsError: the folder cannot be written to.
+        """
+        folder = Path(folder)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CircuitsError(f"cannot make the folder {folder}: {error.strerror}") from error
+        for name in _FRAMES:
+            with atomic_path(folder / f"{name}.parquet") as file:
+                getattr(self, name).to_parquet(file, index=False)
+
+
+_FRAMES = ("heads", "examples", "distributions")
+
+
+def open_scan(folder: str | os.PathLike[str]) -> Scan:
+    """A scan that :meth:`Scan.save` wrote.
+
+    Raises:
+        CircuitsError: no scan is there, or its files are of several scans.
+    """
+    import pandas as pd
+
+    frames = {}
+    for name in _FRAMES:
+        file = Path(folder) / f"{name}.parquet"
+        try:
+            frames[name] = pd.read_parquet(file)
+        except (OSError, ValueError) as error:
+            raise CircuitsError(f"cannot read the scan's {file}: {error}") from error
+    if (
+        len({json.dumps(frame.attrs.get("scan")) for frame in frames.values()}) != 1
+        or "scan" not in frames["heads"].attrs
+    ):
+        raise CircuitsError(f"the files in {folder} are not of one scan: make it again")
+    return Scan(**frames)
+
+
+def scan(
+    model: Model,
+    corpus: CorpusLike = None,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    bos: bool | None = None,
+    tokens: int | None = None,
+    settings: Settings | None = None,
+    state: str | os.PathLike[str] | None = None,
+) -> Scan:
+    """Run a corpus and keep, for each head, what it does there.
+
+    Args:
+        model: any view; the run does not depend on it.
+        corpus: a text file, a .jsonl file (a string or an object with a "text" a line), documents in memory (texts or lists of
+            ids), or None: the small public-domain text that comes with the package.
+        window: ids that run together, BOS included; by default 256, or what the model reads.
+        stride: tokens between the beginnings of windows; by default none overlap.
+        bos: whether BOS goes before each window; by default where the model has one.
+        tokens: document tokens after which to stop.
+        settings: how many examples are kept, the sample and its seed.
+        state: a folder that keeps what is done so far, in a file named by the scan's key (``facts["scan"]``): written now and
+            then, and when the work is interrupted. Where the same scan was begun already, it goes on from there, to the same
+            result. The file stays when the scan is done; without a folder nothing is kept.
+
+    Returns:
+        Frames. ``heads``, one row a head: ``write`` (mean ||z W_O||), ``logit`` (mean contribution to the true next token's
+        logit), ``loss_saved`` with its standard error ``loss_saved_se`` (nats a token, on the sample), ``loss_saved_linear``
+        (its derivative, on all positions), ``entropy`` of attention (mean, nats), ``distance`` (mean of t - s over attention
+        that is not on a window's first token), and the shares ``attention_*`` by kind of source (:data:`SOURCE_KINDS`) and
+        ``write_*``, the same of attention weighted by what it moves. ``examples``: head, measure, kind (strongest, most
+        negative, decile), decile, rank, value, ``part`` (the source's), attention, where it is, and the text around both.
+        ``distributions``: head, of (distance, entropy, source, write, logit), bin with its edges ``low`` and ``high``, share.
+
+    Raises:
+        CircuitsError: a corpus that is not there, empty, no text, no JSON at some line, or shorter than one window; a model
+            that has no tokenizer (for text) or cannot run; a state file that is damaged or cannot be written.
+    """
+    chosen = settings or Settings()
+    check_tokens(model, [0])
+    opened = open_corpus(model, corpus, window=window, stride=stride, bos=bos, tokens=tokens)
+    return _Run(model.in_view("raw"), opened, chosen).finish(None if state is None else Path(state))
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+# What is known so far, by name: sums over positions, the strongest examples, and the sample.
+_Tally = dict[str, Tensor]
+
+
+class _Run:
+    """One scan: its input, and the way from batch to tally to frames."""
+
+    def __init__(self, model: Model, corpus: Corpus, settings: Settings) -> None:
+        self.model, self.corpus, self.settings = model, corpus, settings
+        self.survey = corpus.survey
+        self.bins = _Bins(self.survey.longest)
+        rng = np.random.default_rng(settings.seed)
+        n = self.survey.positions
+        # In random order: any first few of it are a uniform sample as well.
+        self.sample = torch.from_numpy(rng.choice(n, size=min(settings.sample, n), replace=False))
+
+    @cached_property
+    def key(self) -> str:
+        """What tells this scan from others."""
+        parts = [_STATE, self.model.source.fingerprint, self.survey.digest, self.corpus.stride, asdict(self.settings)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def finish(self, folder: Path | None) -> Scan:
+        """Go on from the state in the folder, if there is one, to the end."""
+        state = None if folder is None else _state_file(folder, self.key)
+        tally = self._begin() if state is None or not state.exists() else _read_state(state, self.key)
+        a_batch = max(1, _BATCH_TOKENS // self.survey.longest)
+        n_batches, done = -(-self.survey.windows // a_batch), int(tally["batches"])
+        meter = _Meter(self.model, self.bins)
+        pending = islice(_batched(iter(self.corpus), a_batch), done, None)
+        try:
+            for batch in track(pending, "Scanning the corpus", total=n_batches - done):
+                # The tally is replaced, never changed: whenever an interruption comes, it is whole.
+                tally = self._add(tally, meter, batch)
+                if state is not None and int(tally["batches"]) % _BATCHES_A_SAVE == 0:
+                    _write_state(state, self.key, tally)
+        finally:
+            if state is not None:
+                _write_state(state, self.key, tally)
+        return _Frames(self, tally).scan()
+
+    def _begin(self) -> _Tally:
+        a, s = self.model.architecture, self.settings
+        heads, n = a.n_layers * a.n_heads, len(self.sample)
+        signs = torch.tensor([sign for _, _, sign, _ in _ENDS])[:, None, None, None]
+        return {
+            "batches": torch.tensor(0),
+            "positions": torch.tensor(0),
+            "loss": torch.tensor(0.0, dtype=torch.float64),
+            "attention": torch.zeros(heads, self.bins.n_features, dtype=torch.float64),
+            "moved": torch.zeros(heads, self.bins.n_features, dtype=torch.float64),
+            "means": torch.zeros(4, heads, dtype=torch.float64),
+            "entropy": torch.zeros(heads, self.bins.n_entropy, dtype=torch.int64),
+            "top": (-torch.inf * signs).expand(-1, heads, s.examples, 3).clone(),
+            "top_at": torch.full((len(_ENDS), heads, s.examples, 2), -1),
+            "sample": torch.zeros(len(MEASURES), heads, n, 3),
+            "sample_source": torch.zeros(len(MEASURES), heads, n, dtype=torch.int32),
+            "sample_loss": torch.zeros(heads, min(s.loss_sample, n)),
+        }
+
+    def _add(self, tally: _Tally, meter: _Meter, windows: Sequence[Window]) -> _Tally:
+        """The tally with a batch of windows in it."""
+        new = {name: tensor.clone() for name, tensor in tally.items()}
+        batch = run(self.model, pad([window.ids for window in windows]), keep=meter.fields)
+        if not bool(batch.logits.isfinite().all()):
+            raise CircuitsError(
+                f"{self.model.name} gives NaN or infinity on document {windows[0].document} of the corpus: "
+                "its weights or the numbers in its config are not finite or out of range"
+            )
+        for index, window in enumerate(windows):
+            base, n = int(new["positions"]), len(window.targets)
+            slots = ((self.sample >= base) & (self.sample < base + n)).nonzero()[:, 0]
+            exact = slots[slots < new["sample_loss"].shape[1]]
+            found = meter.measure(batch, index, window, self.sample[exact] - base)
+            at = self.sample[slots] - base
+            new["sample"][:, :, slots] = found.values[:, :, at]
+            new["sample_source"][:, :, slots] = found.sources[:, :, at].int()
+            new["sample_loss"][:, exact] = found.exact
+            for name in ("loss", "attention", "moved"):
+                new[name] += getattr(found, name)
+            new["means"] += torch.stack([*found.values[..., 0], found.linear, found.entropy]).double().sum(-1)
+            new["entropy"] += self.bins.entropy_counts(found.entropy)
+            for end, (_, measure, sign, _) in enumerate(_ENDS):
+                _keep_strongest(new["top"][end], new["top_at"][end], found, measure, sign, base)
+            new["positions"] += n
+        new["batches"] += 1
+        return new
+
+
+def _keep_strongest(
+    top: Float[Tensor, "head k 3"], at: Int[Tensor, "head k 2"], found: _Measured, measure: int, sign: float, base: int
+) -> None:
+    """Put what is stronger than the strongest so far in their place."""
+    values, sources = found.values[measure], found.sources[measure]
+    places = torch.arange(base, base + sources.shape[1]).expand_as(sources)
+    values, where = torch.cat([top, values], 1), torch.cat([at, torch.stack([places, sources], -1)], 1)
+    chosen = (sign * values[..., 0]).topk(top.shape[1], dim=1).indices.unsqueeze(-1)
+    top.copy_(values.take_along_dim(chosen, 1))
+    at.copy_(where.take_along_dim(chosen, 1))
+
+
+def _batched(windows: Iterator[Window], n: int) -> Iterator[list[Window]]:
+    while batch := list(islice(windows, n)):
+        yield batch
+
+
+# -- the state --------------------------------------------------------------------------------------------------------
+
+# The metadata key by which a file is known as a scan's state; the number changes when a tally means something else.
+_STATE = "ov_circuits.scan.1"
+
+
+def _state_file(folder: Path, key: str) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CircuitsError(f"cannot keep the scan's state in {folder}: {error.strerror}") from error
+    return folder / f"{key}.safetensors"
+
+
+def _write_state(file: Path, key: str, tally: _Tally) -> None:
+    from safetensors.torch import save_file
+
+    with atomic_path(file) as temporary:
+        save_file(tally, temporary, metadata={_STATE: key})
+
+
+def _read_state(file: Path, key: str) -> _Tally:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as stored:
+            if (stored.metadata() or {}).get(_STATE) != key:
+                raise CircuitsError(f"{file} is not the state of this scan: delete it")
+            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CircuitsError(f"cannot go on from {file} ({error}): delete it to begin anew") from error
+
+
+# -- a window ---------------------------------------------------------------------------------------------------------
+
+
+class _Bins:
+    """Bins of distance and entropy, and what kinds of source there are; they depend on the longest window alone."""
+
+    def __init__(self, longest: int) -> None:
+        self.distances = [0, 1, 2]  # upper edges
+        while self.distances[-1] < longest - 1:
+            self.distances.append(2 * self.distances[-1])
+        self.n_entropy = int(math.log(longest) / _ENTROPY_BIN) + 1
+        self.n_kinds, self.n_distances = len(SOURCE_KINDS), 1 + len(self.distances)
+        self.n_features = self.n_kinds + self.n_distances + 1
+
+    def features(
+        self, ids: Int[Tensor, " source"], first: int, punctuation: Tensor
+    ) -> Float[Tensor, "destination source feature"]:
+        """Of each pair: its kind and its distance bin, one-hot (bin 0: the window's first token), and t - s past that token."""
+        s, t = torch.arange(len(ids)), torch.arange(first, len(ids))[:, None]
+        before = torch.cat([torch.tensor([-1]), ids[:-1]])  # the token before each source; none before the first
+        conditions = {
+            "first": (s == 0).expand(len(t), -1),
+            "self": s == t,
+            "previous": s == t - 1,
+            "same_token": ids == ids[first:, None],
+            "after_same_token": before == ids[first:, None],
+            "punctuation": punctuation.expand(len(t), -1),
+        }
+        kind = torch.full((len(t), len(ids)), SOURCE_KINDS.index("other"))
+        for name in reversed(conditions):  # the first that fits is written last
+            kind[conditions[name]] = SOURCE_KINDS.index(name)
+        distance = (t - s).clamp(min=0)  # nothing is attended to that comes after
+        bins = torch.where(s == 0, 0, 1 + torch.bucketize(distance, torch.tensor(self.distances)))
+        one_hot = [F.one_hot(kind, self.n_kinds), F.one_hot(bins, self.n_distances), (distance * (s > 0)).unsqueeze(-1)]
+        return torch.cat(one_hot, -1).float()
+
+    def entropy_counts(self, entropy: Float[Tensor, "head destination"]) -> Int[Tensor, "head bin"]:
+        """How many positions of each head fall into each bin."""
+        bins = (entropy / _ENTROPY_BIN).long().clamp(0, self.n_entropy - 1)
+        return torch.zeros(len(bins), self.n_entropy, dtype=torch.int64).scatter_add_(1, bins, torch.ones_like(bins))
+
+    def distance_edges(self) -> list[tuple[str, int | None, int | None]]:
+        """Labels and edges, both included."""
+        lows = [0, *(high + 1 for high in self.distances[:-1])]
+        edges = zip(lows, self.distances, strict=True)
+        return [("first token", None, None), *((str(a) if a == b else f"{a}-{b}", a, b) for a, b in edges)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """One window, all heads in the order of their labels; destinations are its counted positions.
+
+    Attributes:
+        values: by measure: the value, the attention to its strongest source, and that source's part of it.
+        sources: by measure: the strongest source, an index of the window's ids.
+        linear: the derivative of the loss saved.
+        entropy: of attention, nats.
+        attention, moved: attention, and attention weighted by what it moves, summed over pairs, by feature.
+        loss: the model's own loss, summed.
+        exact: loss saved at the positions that were asked for.
+    """
+
+    values: Float[Tensor, "measure head destination 3"]
+    sources: Int[Tensor, "measure head destination"]
+    linear: Float[Tensor, "head destination"]
+    entropy: Float[Tensor, "head destination"]
+    attention: Float[Tensor, "head feature"]
+    moved: Float[Tensor, "head feature"]
+    loss: Float[Tensor, ""]
+    exact: Float[Tensor, "head asked"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """What a layer's writes are computed with."""
+
+    layer: Layer
+    gram: Float[Tensor, "head d_head d_head"]
+    post_norm: Norm | None
+
+
+class _Meter:
+    """Measures windows of one model."""
+
+    def __init__(self, model: Model, bins: _Bins) -> None:
+        source, a = model.source, model.architecture
+        self._model, self._bins = model, bins
+        self._weights = [
+            _Weights(layer, write_gram(layer.W_O), source.attention_post_norm(layer.index)) for layer in model.layers()
+        ]
+        self._norm, self._W_U, self._scale, self._cap = (
+            source.final_norm, source.unembedding, a.logit_scale, a.logit_softcap
+        )  # fmt: skip
+        self._punctuation: dict[int, bool] = {}
+        post = any(weights.post_norm is not None for weights in self._weights)
+        self.fields = ("pattern", "attention_input", "z", *(("attention_output",) if post else ()))
+
+    def measure(self, batch: Batch, index: int, window: Window, asked: Int[Tensor, " asked"]) -> _Measured:
+        """A window of a batch; ``asked``: offsets of counted positions at which the loss saved is worked out exactly."""
+        counted = slice(window.first, len(window.ids))
+        final, logits = batch.final[index, counted], batch.logits[index, counted]
+        targets = torch.tensor(window.targets)
+        directions = self._norm.read_back(final, self._directions(logits, targets))
+        ids = torch.tensor(window.ids)
+        features = self._bins.features(ids, window.first, torch.tensor([self._is_punctuation(i) for i in window.ids]))
+        layers, writes = [], []
+        for weights, kept in zip(self._weights, batch.layers, strict=True):
+            part = {name: tensor[index] for name, tensor in kept.items()}
+            layers.append(self._layer(weights, part, counted, directions, features))
+            if len(asked):
+                writes.append(self._writes(weights, part, window.first + asked))
+        exact = torch.zeros(sum(len(layer.entropy) for layer in layers), 0)
+        if len(asked):
+            uncapped = batch.uncapped[index, counted][asked]
+            exact = self._loss_saved(torch.cat(writes), final[asked], uncapped, targets[asked])
+        return _Measured(
+            values=torch.cat([layer.values for layer in layers], 1),
+            sources=torch.cat([layer.sources for layer in layers], 1),
+            linear=torch.cat([layer.linear for layer in layers]),
+            entropy=torch.cat([layer.entropy for layer in layers]),
+            attention=torch.cat([layer.attention for layer in layers]),
+            moved=torch.cat([layer.moved for layer in layers]),
+            loss=F.cross_entropy(logits, targets, reduction="sum"),
+            exact=exact,
+        )
+
+    def _directions(
+        self, logits: Float[Tensor, "destination n_vocab"], targets: Int[Tensor, " destination"]
+    ) -> Float[Tensor, "2 destination d_model"]:
+        """Of the final norm's output: towards the true next token's logit, and down its loss."""
+        toward = self._W_U.mT[targets]
+        descent = -logits.softmax(-1)
+        descent[torch.arange(len(targets)), targets] += 1
+        if self._cap is not None:
+            descent *= 1 - (logits / self._cap).square()
+        return self._scale * torch.stack([toward, descent @ self._W_U.mT])
+
+    def _layer(
+        self,
+        weights: _Weights,
+        kept: dict[str, Tensor],
+        counted: slice,
+        directions: Float[Tensor, "2 destination d_model"],
+        features: Float[Tensor, "destination source feature"],
+    ) -> _LayerMeasured:
+        if weights.post_norm is not None:
+            directions = weights.post_norm.read_back(kept["attention_output"][counted], directions)
+        layer = weights.layer
+        pattern, z = kept["pattern"][:, counted, : counted.stop], kept["z"][:, counted]
+        x = kept["attention_input"][: counted.stop]
+        values = layer.per_query_head(torch.einsum("sm,kmd->ksd", x, layer.W_V))
+        reads = torch.einsum("qtm,hdm->qhtd", directions, layer.W_O)
+        write, (logit, linear) = norms_through(z, weights.gram), (z * reads).sum(-1)
+        moved = pattern * norms_through(values, weights.gram).unsqueeze(1)
+        parts = pattern * (reads[0] @ values.mT)
+        found = [
+            _with_source(value, by_source, pattern, counted.start)
+            for value, by_source in ((write, moved), (logit, parts))
+        ]
+        pairs = features.flatten(0, 1)
+        return _LayerMeasured(
+            values=torch.stack([values for values, _ in found]),
+            sources=torch.stack([sources for _, sources in found]),
+            linear=linear,
+            entropy=torch.special.entr(pattern).sum(-1),
+            attention=pattern.flatten(1) @ pairs,
+            moved=moved.flatten(1) @ pairs,
+        )
+
+    def _writes(
+        self, weights: _Weights, kept: dict[str, Tensor], at: Int[Tensor, " asked"]
+    ) -> Float[Tensor, "head asked d_model"]:
+        """What a layer's heads add to the stream at some positions."""
+        writes = kept["z"][:, at] @ weights.layer.W_O
+        return writes if weights.post_norm is None else weights.post_norm.carry(kept["attention_output"][at], writes)
+
+    def _loss_saved(
+        self,
+        writes: Float[Tensor, "head asked d_model"],
+        final: Float[Tensor, "asked d_model"],
+        uncapped: Float[Tensor, "asked n_vocab"],
+        targets: Int[Tensor, " asked"],
+    ) -> Float[Tensor, "head asked"]:
+        """How much larger the loss is without each head's direct write."""
+        carried = self._scale * self._norm.carry(final, writes)
+        saved = torch.empty(carried.shape[:2])
+        rows = max(1, _LOGITS_AT_A_TIME // uncapped.shape[1])
+        for i, target in enumerate(targets):
+            with_all = F.cross_entropy(self._capped(uncapped[i]), target)
+            for block in torch.arange(len(carried)).split(rows):
+                without = self._capped(uncapped[i] - carried[block, i] @ self._W_U)
+                saved[block, i] = F.cross_entropy(without, target.expand(len(block)), reduction="none") - with_all
+        return saved
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return logits if self._cap is None else self._cap * (logits / self._cap).tanh()
+
+    def _is_punctuation(self, token: int) -> bool:
+        """Whether a token's text has no letter and no digit in it: punctuation and white space."""
+        if token not in self._punctuation:
+            self._punctuation[token] = not any(c.isalnum() for c in token_text(self._model, token))
+        return self._punctuation[token]
+
+
+# Logits in memory while loss saved is worked out: 64 MB.
+_LOGITS_AT_A_TIME = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerMeasured:
+    """One layer's part of a :class:`_Measured`."""
+
+    values: Float[Tensor, "measure head destination 3"]
+    sources: Int[Tensor, "measure head destination"]
+    linear: Float[Tensor, "head destination"]
+    entropy: Float[Tensor, "head destination"]
+    attention: Float[Tensor, "head feature"]
+    moved: Float[Tensor, "head feature"]
+
+
+def _with_source(
+    value: Float[Tensor, "head destination"],
+    by_source: Float[Tensor, "head destination source"],
+    pattern: Float[Tensor, "head destination source"],
+    first: int,
+) -> tuple[Float[Tensor, "head destination 3"], Int[Tensor, "head destination"]]:
+    """A value with the source that has the largest part of it, in the value's own sign: attention to it, and its part."""
+    after = torch.ones_like(pattern[0], dtype=torch.bool).triu(first + 1)
+    ranked = (by_source * torch.where(value < 0, -1, 1).unsqueeze(-1)).masked_fill(after, -torch.inf)
+    source = ranked.argmax(-1, keepdim=True)
+    attention, part = (tensor.take_along_dim(source, -1).squeeze(-1) for tensor in (pattern, by_source))
+    return torch.stack([value, attention, part], -1), source.squeeze(-1)
+
+
+# -- frames -----------------------------------------------------------------------------------------------------------
+
+
+class _Frames:
+    """A finished tally as frames."""
+
+    def __init__(self, run: _Run, tally: _Tally) -> None:
+        self._run, self._tally, self._model = run, tally, run.model
+        self._labels, self._n = run.model.head_labels, int(tally["positions"])
+        self._decile = self._deciles()
+        self._texts: dict[int, str] = {}
+
+    def scan(self) -> Scan:
+        run, corpus = self._run, self._run.corpus
+        facts: dict[Any, Any] = {
+            "scan": run.key,
+            "model": self._model.name,
+            "corpus": corpus.name,
+            "positions": self._n,
+            "windows": run.survey.windows,
+            "window": corpus.length + (corpus.bos is not None),
+            "stride": corpus.stride,
+            "bos_added": corpus.bos is not None,
+            "loss": float(self._tally["loss"]) / self._n,
+            **asdict(run.settings),
+            "sample": len(run.sample),
+            "loss_sample": self._tally["sample_loss"].shape[1],
+        }
+        frames = {"heads": self._heads(), "examples": self._examples(), "distributions": self._distributions()}
+        for frame in frames.values():
+            frame.attrs = facts
+        return Scan(**frames)
+
+    def _heads(self) -> pd.DataFrame:
+        import pandas as pd
+
+        t = self._tally
+        write, logit, linear, entropy = (t["means"] / self._n).numpy()
+        exact = t["sample_loss"].double()
+        error = exact.std(dim=1) / exact.shape[1] ** 0.5
+        beyond = t["attention"][:, : len(SOURCE_KINDS)].sum(1) - t["attention"][:, 0]
+        layers, indices = zip(*((h.layer, h.index) for h in self._model.heads()), strict=True)
+        columns: dict[str, Any] = {
+            "head": self._labels,
+            "layer": layers,
+            "index": indices,
+            "write": write,
+            "logit": logit,
+            "loss_saved": exact.mean(1).numpy(),
+            "loss_saved_se": error.numpy(),
+            "loss_saved_linear": linear,
+            "entropy": entropy,
+            "distance": (t["attention"][:, -1] / beyond).numpy(),
+        }
+        for prefix, name in (("attention", "attention"), ("write", "moved")):
+            shares = _shares(t[name][:, : len(SOURCE_KINDS)])
+            columns |= {f"{prefix}_{kind}": shares[:, i].numpy() for i, kind in enumerate(SOURCE_KINDS)}
+        return pd.DataFrame(columns)
+
+    def _deciles(self) -> Int[Tensor, "measure head sampled"]:
+        """In which tenth, from 0, each sampled value of a head lies."""
+        values = self._tally["sample"][..., 0]
+        ranks = values.argsort(dim=-1, stable=True).argsort(dim=-1)
+        return ranks * 10 // values.shape[-1]
+
+    def _distributions(self) -> pd.DataFrame:
+        import pandas as pd
+
+        t, bins = self._tally, self._run.bins
+        rows: list[tuple[Any, ...]] = []
+        kinds, edges = len(SOURCE_KINDS), bins.distance_edges()
+        sources, distances, entropies = (
+            _shares(sums).tolist()
+            for sums in (t["attention"][:, :kinds], t["attention"][:, kinds:-1], t["entropy"].double())
+        )
+        for i, head in enumerate(self._labels):
+            rows += [(head, "source", kind, None, None, sources[i][k]) for k, kind in enumerate(SOURCE_KINDS)]
+            rows += [(head, "distance", *edge, distances[i][k]) for k, edge in enumerate(edges)]
+            for k, share in enumerate(entropies[i]):
+                low, high = k * _ENTROPY_BIN, (k + 1) * _ENTROPY_BIN
+                rows.append((head, "entropy", f"{low:g}-{high:g}", low, high, share))
+            for m, measure in enumerate(MEASURES):
+                values, decile = t["sample"][m, i, :, 0], self._decile[m, i]
+                for k in range(10):
+                    inside = values[decile == k]
+                    if len(inside):
+                        low, high, share = float(inside.min()), float(inside.max()), len(inside) / len(values)
+                        rows.append((head, measure, f"decile {k + 1}", low, high, share))
+        frame = pd.DataFrame(rows, columns=["head", "of", "bin", "low", "high", "share"])
+        return frame.astype({"low": float, "high": float})
+
+    def _examples(self) -> pd.DataFrame:
+        import pandas as pd
+
+        rows = [*self._strongest(), *self._by_decile()]
+        rows.sort(key=lambda row: row[0])  # by head; within one, in the order they came
+        places = self._windows({row[-2] for row in rows})
+        records = []
+        for head, measure, kind, decile, rank, (value, attention, part), place, source in rows:
+            shown = self._shown(*places[place], source)
+            numbers = {"decile": decile, "rank": rank, "value": value, "part": part, "attention": attention}
+            records.append({"head": self._labels[head], "measure": measure, "kind": kind, **numbers, **shown})
+        frame = pd.DataFrame(records)
+        return frame.astype({"decile": "Int64", "source_position": "Int64"})
+
+    def _strongest(self) -> Iterator[tuple[Any, ...]]:
+        """(head, measure, kind, decile, rank, (value, attention, part), place, source)."""
+        for end, (measure, _, _, kind) in enumerate(_ENDS):
+            tops, places = self._tally["top"][end].tolist(), self._tally["top_at"][end].tolist()
+            for head, (values, at) in enumerate(zip(tops, places, strict=True)):
+                for rank, (numbers, (place, source)) in enumerate(zip(values, at, strict=True), 1):
+                    if place >= 0:  # fewer positions than examples leave some unfilled
+                        yield head, measure, kind, None, rank, numbers, place, source
+
+    def _by_decile(self) -> Iterator[tuple[Any, ...]]:
+        """The first of the sample in each tenth: its order is random."""
+        places, per = self._run.sample.tolist(), self._run.settings.per_decile
+        for m, measure in enumerate(MEASURES):
+            for head in range(len(self._labels)):
+                for decile in range(10):
+                    chosen = (self._decile[m, head] == decile).nonzero()[:per, 0].tolist()
+                    for rank, slot in enumerate(chosen, 1):
+                        numbers = self._tally["sample"][m, head, slot].tolist()
+                        source = int(self._tally["sample_source"][m, head, slot])
+                        yield head, measure, "decile", decile + 1, rank, numbers, places[slot], source
+
+    def _windows(self, places: set[int]) -> dict[int, tuple[Window, int]]:
+        """Where places are, read out of the corpus again: a window, and the index of its ids."""
+        found: dict[int, tuple[Window, int]] = {}
+        base = 0
+        for window in self._run.corpus:
+            inside = range(base, base + len(window.targets))
+            found |= {place: (window, window.first + place - base) for place in inside if place in places}
+            base = inside.stop
+        return found
+
+    def _shown(self, window: Window, t: int, s: int) -> dict[str, Any]:
+        """Where an example is and what stands around it."""
+        ids, following = window.ids, window.targets[t - window.first :]
+        return {
+            "document": window.document,
+            "position": window.position(t),
+            "source_position": window.position(s),
+            "source": self._text(ids[s : s + 1]),
+            "destination": self._text(ids[t : t + 1]),
+            "next": self._text(following[:1]),
+            "before": self._text(ids[max(0, t - _BEFORE) : t]),
+            "after": self._text(following[:_AFTER]),
+            "source_before": self._text(ids[max(0, s - _AROUND_SOURCE) : s]),
+            "source_after": self._text(ids[s + 1 : s + 1 + _AROUND_SOURCE]),
+        }
+
+    def _text(self, ids: Sequence[int]) -> str:
+        for token in ids:
+            if token not in self._texts:
+                self._texts[token] = token_text(self._model, token)
+        return "".join(self._texts[token] for token in ids)
+
+
+def _shares(sums: Float[Tensor, "head bin"]) -> Float[Tensor, "head bin"]:
+    """Each row divided by its sum."""
+    return sums / sums.sum(1, keepdim=True)
