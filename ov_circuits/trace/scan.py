@@ -12,9 +12,11 @@ A[t, s] (x_s W_V W_O) . d in the direction of the whole. The value bias belongs 
 
 Loss saved is what the head's direct write takes off the loss of the true next token, the final scale and everything else held:
 L(logits - delta) - L(logits), delta the head's write through the final norm and W_U. That needs the whole vocabulary for each
-head, so it is worked out on a seeded sample of positions, with its standard error. Its derivative, sum_v (1[v = next] - p_v)
-delta_v, costs one direction a position and is taken on all of them; without a softcap the loss is convex in the logits, so the
-derivative never exceeds the loss saved. Both are of *direct* effects: later heads see the same stream as before.
+head, so it is worked out on a seeded sample of positions. Its derivative, sum_v (1[v = next] - p_v) delta_v, costs one
+direction a position and is taken on all of them. The mean over the corpus is the derivative's mean over all positions plus the
+difference's mean over the sample: unbiased, and with a small standard error, since the two move together. Without a softcap the
+loss is convex in the logits, so the derivative never exceeds the loss saved. All this is of *direct* effects: later heads see
+the same stream as before.
 
 The number of positions is known before the first one runs, so the sample is drawn up front, uniformly and without replacement;
 its tenths estimate those of all positions (a tenth's edge lies within 0.5 / sqrt(sample) of its rank, one standard error).
@@ -76,14 +78,14 @@ class Settings:
         examples: how many strongest examples a head, measure and end.
         per_decile: how many examples of each tenth.
         sample: positions from which tenths are told and their examples taken.
-        loss_sample: positions, among these, on which the loss saved is exact.
+        loss_sample: positions, among these, on which the loss saved is worked out exactly.
         seed: of the sample.
     """
 
     examples: int = 10
     per_decile: int = 2
     sample: int = 2048
-    loss_sample: int = 512
+    loss_sample: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -193,8 +195,8 @@ def scan(
 
     Returns:
         Frames. ``heads``, one row a head: ``write`` (mean ||z W_O||), ``logit`` (mean contribution to the true next token's
-        logit), ``loss_saved`` with its standard error ``loss_saved_se`` (nats a token, on the sample), ``loss_saved_linear``
-        (its derivative, on all positions), ``entropy`` of attention (mean, nats), ``distance`` (mean of t - s over attention
+        logit), ``loss_saved`` (mean, nats) with the standard error ``loss_saved_se`` of sampling, ``loss_saved_linear`` (its
+        derivative), ``entropy`` of attention (mean, nats), ``distance`` (mean of t - s over attention
         that is not on a window's first token), and the shares ``attention_*`` by kind of source (:data:`SOURCE_KINDS`) and
         ``write_*``, the same of attention weighted by what it moves. ``examples``: head, measure, kind (strongest, most
         negative, decile), decile, rank, value, ``part`` (the source's), attention, where it is, and the text around both.
@@ -269,7 +271,7 @@ class _Run:
             "top_at": torch.full((len(_ENDS), heads, s.examples, 2), -1),
             "sample": torch.zeros(len(MEASURES), heads, n, 3),
             "sample_source": torch.zeros(len(MEASURES), heads, n, dtype=torch.int32),
-            "sample_loss": torch.zeros(heads, min(s.loss_sample, n)),
+            "curvature": torch.zeros(heads, min(s.loss_sample, n)),
         }
 
     def _add(self, tally: _Tally, meter: _Meter, windows: Sequence[Window]) -> _Tally:
@@ -284,12 +286,12 @@ class _Run:
         for index, window in enumerate(windows):
             base, n = int(new["positions"]), len(window.targets)
             slots = ((self.sample >= base) & (self.sample < base + n)).nonzero()[:, 0]
-            exact = slots[slots < new["sample_loss"].shape[1]]
+            exact = slots[slots < new["curvature"].shape[1]]
             found = meter.measure(batch, index, window, self.sample[exact] - base)
             at = self.sample[slots] - base
             new["sample"][:, :, slots] = found.values[:, :, at]
             new["sample_source"][:, :, slots] = found.sources[:, :, at].int()
-            new["sample_loss"][:, exact] = found.exact
+            new["curvature"][:, exact] = found.curvature
             for name in ("loss", "attention", "moved"):
                 new[name] += getattr(found, name)
             new["means"] += torch.stack([*found.values[..., 0], found.linear, found.entropy]).double().sum(-1)
@@ -410,7 +412,7 @@ class _Measured:
         entropy: of attention, nats.
         attention, moved: attention, and attention weighted by what it moves, summed over pairs, by feature.
         loss: the model's own loss, summed.
-        exact: loss saved at the positions that were asked for.
+        curvature: loss saved, less its derivative, at the positions that were asked for.
     """
 
     values: Float[Tensor, "measure head destination 3"]
@@ -420,7 +422,7 @@ class _Measured:
     attention: Float[Tensor, "head feature"]
     moved: Float[Tensor, "head feature"]
     loss: Float[Tensor, ""]
-    exact: Float[Tensor, "head asked"]
+    curvature: Float[Tensor, "head asked"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,19 +464,20 @@ class _Meter:
             layers.append(self._layer(weights, part, counted, directions, features))
             if len(asked):
                 writes.append(self._writes(weights, part, window.first + asked))
-        exact = torch.zeros(sum(len(layer.entropy) for layer in layers), 0)
+        linear = torch.cat([layer.linear for layer in layers])
+        curvature = torch.zeros(len(linear), 0)
         if len(asked):
             uncapped = batch.uncapped[index, counted][asked]
-            exact = self._loss_saved(torch.cat(writes), final[asked], uncapped, targets[asked])
+            curvature = self._loss_saved(torch.cat(writes), final[asked], uncapped, targets[asked]) - linear[:, asked]
         return _Measured(
             values=torch.cat([layer.values for layer in layers], 1),
             sources=torch.cat([layer.sources for layer in layers], 1),
-            linear=torch.cat([layer.linear for layer in layers]),
+            linear=linear,
             entropy=torch.cat([layer.entropy for layer in layers]),
             attention=torch.cat([layer.attention for layer in layers]),
             moved=torch.cat([layer.moved for layer in layers]),
             loss=F.cross_entropy(logits, targets, reduction="sum"),
-            exact=exact,
+            curvature=curvature,
         )
 
     def _directions(
@@ -611,7 +614,7 @@ class _Frames:
             "loss": float(self._tally["loss"]) / self._n,
             **asdict(run.settings),
             "sample": len(run.sample),
-            "loss_sample": self._tally["sample_loss"].shape[1],
+            "loss_sample": self._tally["curvature"].shape[1],
         }
         frames = {"heads": self._heads(), "examples": self._examples(), "distributions": self._distributions()}
         for frame in frames.values():
@@ -623,8 +626,9 @@ class _Frames:
 
         t = self._tally
         write, logit, linear, entropy = (t["means"] / self._n).numpy()
-        exact = t["sample_loss"].double()
-        error = exact.std(dim=1) / exact.shape[1] ** 0.5
+        curvature = t["curvature"].double()
+        n = curvature.shape[1]
+        error = curvature.std(dim=1) * ((1 / n - 1 / self._n) ** 0.5)  # none where every position is in the sample
         beyond = t["attention"][:, : len(SOURCE_KINDS)].sum(1) - t["attention"][:, 0]
         layers, indices = zip(*((h.layer, h.index) for h in self._model.heads()), strict=True)
         columns: dict[str, Any] = {
@@ -633,7 +637,7 @@ class _Frames:
             "index": indices,
             "write": write,
             "logit": logit,
-            "loss_saved": exact.mean(1).numpy(),
+            "loss_saved": linear + curvature.mean(1).numpy(),
             "loss_saved_se": error.numpy(),
             "loss_saved_linear": linear,
             "entropy": entropy,
