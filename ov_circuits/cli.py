@@ -34,6 +34,7 @@ from ov_circuits.terminal import (
     print_json,
     print_pairs,
     print_paths,
+    print_scan,
     sort_column,
     sort_heads,
     stderr,
@@ -515,6 +516,104 @@ def attribute(
         print_account(frame, trace, top)
     if output is not None:
         note(f"{output}: {len(frame)} entries")
+
+
+# -- heads over a corpus ----------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples(
+        "ov-circuits scan --tokens 10000 --head 1.0",
+        "ov-circuits scan smollm2 notes.txt -o heads.csv --examples examples.parquet",
+    ),
+)
+def scan(
+    model: ModelArgument = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CORPUS]",
+            show_default=False,
+            help='A text file, or a .jsonl file with a string or an object with a "text" a line. '
+            "Left out: the small public-domain text that comes with the package.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, show_default=False, help="Only the first N tokens of the text.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            "--window", min=2, show_default=False, help="Tokens that run together. Default: 256 or the context."
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", min=1, show_default=False, help="Tokens from window to window. Default: no overlap."),
+    ] = None,
+    bos: Annotated[
+        bool | None,
+        typer.Option(
+            "--bos/--no-bos", show_default=False, help="BOS before each window. Default: if the model has one."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample that tenths and loss are told from.")] = 0,
+    label: Annotated[
+        str | None, typer.Option("--head", metavar="HEAD", show_default=False, help="Also show one head's examples.")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Heads to list, by loss saved.")] = 20,
+    output: TableOption = None,
+    examples: Annotated[
+        Path | None,
+        typer.Option("--examples", show_default=False, help="Write every head's examples: .csv, .json or .parquet."),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="FOLDER", show_default=False, help="Keep everything, for ov.open_scan(FOLDER)."),
+    ] = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What every head does over a text: its strongest and typical examples, and the loss that it saves. Interrupted, it resumes."""
+    from ov_circuits.checkpoint.locate import cache_folder
+    from ov_circuits.report.tables import to_json
+    from ov_circuits.trace.scan import Settings, state_file
+    from ov_circuits.trace.scan import scan as run_scan
+
+    opened = _open(model, None, revision)
+    shown = None if label is None else opened.head(label).label
+    for file in (output, examples):
+        if file is not None and corpus is not None and os.path.realpath(file) == os.path.realpath(corpus):
+            raise CircuitsError(f"cannot write {file}: it is the corpus itself; choose another name")
+    folder = cache_folder() / "scans"
+    with _table(output, opened) as write, _table(examples, opened) as write_examples:
+        note("running the corpus")
+        try:
+            found = run_scan(
+                opened,
+                corpus,
+                window=window,
+                stride=stride,
+                bos=bos,
+                tokens=tokens,
+                settings=Settings(seed=seed),
+                state=folder,
+            )
+        except KeyboardInterrupt:
+            note("what is done is kept: the same command goes on from there")
+            raise
+        write(found.heads)
+        write_examples(found.examples)
+        if save is not None:
+            found.save(save)
+    state_file(folder, found.facts["scan"]).unlink(missing_ok=True)
+    if as_json:
+        print(to_json(found.heads))
+    elif shown is not None or not (output or examples or save):
+        print_scan(found, top, shown)
+    for path, what in ((output, "heads"), (examples, "examples"), (save, "heads, examples and distributions")):
+        if path is not None:
+            note(f"{path}: {what} over {found.facts['positions']:,} positions")
 
 
 # -- what a checkpoint is ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ov_circuits.checkpoint.census import Census
     from ov_circuits.checkpoint.layout import Architecture
     from ov_circuits.model import Head, Model
+    from ov_circuits.trace.scan import Scan
     from ov_circuits.trace.trace import Trace
 
 # What fits on a terminal; a file or --json gets every column.
@@ -345,6 +346,46 @@ def print_account(frame: pd.DataFrame, trace: Trace, top: int) -> None:
     columns = ("head", "in all", "value path", "value bias", "strongest source")
     _print_table("Strongest heads", columns, rows, "lrrrl")
     note("value path: attention to source tokens; value bias: written whatever is attended to. A direct effect only.")
+
+
+def print_scan(scan: Scan, top: int, head: str | None) -> None:
+    """The heads of a scan that save most loss, and one head's examples."""
+    facts = scan.facts
+    kinds = [name for name in scan.heads.columns if name.startswith("attention_")]
+    rows: list[tuple[str, ...]] = []
+    for row in scan.heads.sort_values("loss_saved", ascending=False).head(top).to_dict("records"):
+        most = max(kinds, key=lambda kind: row[kind])
+        numbers = (f"{row['loss_saved']:+.4f}", f"± {row['loss_saved_se']:.4f}", f"{row['logit']:+.3f}")
+        means = (_number(row["write"]), f"{row['distance']:.1f}", f"{row['entropy']:.2f}")
+        rows.append((row["head"], *numbers, *means, f"{_words(most)} {row[most]:.0%}"))
+    columns = ("head", "loss saved", "", "logit", "write", "distance", "entropy", "attends most to")
+    title = f"{facts['model']} over {facts['corpus']}: {facts['positions']:,} positions, loss {facts['loss']:.3f} nats"
+    _print_table(title, columns, rows, "lrlrrrrl")
+    if head is not None:
+        for measure, what in (("write", "largest writes"), ("logit", "most logit to the true next token")):
+            _print_examples(scan.of(head), measure, f"{head}: {what}")
+    bos = "BOS before each window" if facts["bos_added"] else "no BOS"
+    note(
+        f"means a position; windows of {facts['window']}, {bos}; loss saved by the head's direct write alone, in nats, "
+        f"± one standard error of a sample of {facts['loss_sample']}; distance without the window's first token"
+    )
+
+
+def _print_examples(examples: pd.DataFrame, measure: str, title: str) -> None:
+    rows: list[tuple[str, ...]] = []
+    for row in examples[examples["measure"] == measure].to_dict("records"):
+        # The first of each tenth, and a few of the strongest.
+        kind = {"strongest": "strongest", "decile": f"tenth {row['decile']}"}.get(row["kind"])
+        if kind is None or row["rank"] > (5 if kind == "strongest" else 1):
+            continue
+        text = f"{row['before']}⟦{row['destination']}⟧{row['after']}".replace("\n", "⏎")
+        rows.append((kind, f"{row['value']:+.3f}", f"{row['attention']:.2f}", _tokens([row["source"]]), text))
+    _print_table(title, ("", "value", "attention", "from", "text, destination in brackets"), rows, "lrrll")
+
+
+def _words(column: str) -> str:
+    """``attention_same_token`` -> ``same token``."""
+    return column.removeprefix("attention_").replace("_", " ")
 
 
 def _strongest_source(moved: pd.DataFrame, trace: Trace) -> str:

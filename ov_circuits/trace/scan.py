@@ -204,10 +204,14 @@ def scan(
 
     Raises:
         CircuitsError: a corpus that is not there, empty, no text, no JSON at some line, or shorter than one window; a model
-            that has no tokenizer (for text) or cannot run; a state file that is damaged or cannot be written.
+            that has no tokenizer (for text), cannot run or is split over ranks; a state file that is damaged or cannot be written.
     """
     chosen = settings or Settings()
     check_tokens(model, [0])
+    if model.source.shard is not None:
+        raise CircuitsError(
+            f"{model.name} is split over several ranks, and a corpus is scanned in one process: load it whole"
+        )
     opened = open_corpus(model, corpus, window=window, stride=stride, bos=bos, tokens=tokens)
     return _Run(model.in_view("raw"), opened, chosen).finish(None if state is None else Path(state))
 
@@ -238,7 +242,7 @@ class _Run:
 
     def finish(self, folder: Path | None) -> Scan:
         """Go on from the state in the folder, if there is one, to the end."""
-        state = None if folder is None else _state_file(folder, self.key)
+        state = None if folder is None else state_file(folder, self.key)
         tally = self._begin() if state is None or not state.exists() else _read_state(state, self.key)
         a_batch = max(1, _BATCH_TOKENS // self.survey.longest)
         n_batches, done = -(-self.survey.windows // a_batch), int(tally["batches"])
@@ -326,11 +330,19 @@ def _batched(windows: Iterator[Window], n: int) -> Iterator[list[Window]]:
 _STATE = "ov_circuits.scan.1"
 
 
-def _state_file(folder: Path, key: str) -> Path:
+def state_file(folder: Path, key: str) -> Path:
+    """Where a folder keeps what is done of a scan.
+
+    Raises:
+        CircuitsError: the folder cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CircuitsError(f"cannot keep the scan's state in {folder}: {error.strerror}") from error
+        raise CircuitsError(
+            f"cannot keep the scan's state in {folder}: {error.strerror}; name another folder "
+            "(for commands: OV_CIRCUITS_CACHE)"
+        ) from error
     return folder / f"{key}.safetensors"
 
 

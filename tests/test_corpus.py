@@ -1,0 +1,696 @@
+"""A scan against a computation of the whole corpus at once: plain transformers in float64, every write formed, nothing sampled."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import captured, hf_model
+from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
+
+import ov_circuits as ov
+from ov_circuits import CircuitsError
+from ov_circuits.checkpoint.mlp import Norm
+from ov_circuits.cli import app
+from ov_circuits.trace import scan as scanning
+from ov_circuits.trace.corpus import open_corpus
+from ov_circuits.trace.scan import SOURCE_KINDS, Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+EVERYTHING = Settings(examples=6, per_decile=3, sample=10**6, loss_sample=10**6)
+
+
+def documents(n_vocab, lengths=(40, 1, 7, 23, 2), seed=5):
+    """Random ids in which tokens recur, so that every kind of source occurs."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(min(n_vocab, 9), (n,), generator=generator).tolist() for n in lengths]
+
+
+# -- the oracle -------------------------------------------------------------------------------------------------------
+
+
+def windows_by_definition(docs, length, stride, bos):
+    """(document, start, ids, [(index of ids, next token)]): each position that has a next token, in the first window with it."""
+    for number, doc in enumerate(docs):
+        seen = set()
+        for start in range(0, len(doc), stride):
+            inside = range(start, min(start + length, len(doc) - 1))
+            new = [p for p in inside if p not in seen]
+            if new:
+                front = [] if bos is None else [bos]
+                ids = front + [doc[p] for p in inside]
+                yield number, start, ids, [(p - start + len(front), doc[p + 1]) for p in new]
+            seen |= set(inside)
+
+
+def kind_by_definition(ids, t, s, is_punctuation):
+    if s == 0:
+        return "first"
+    if s == t:
+        return "self"
+    if s == t - 1:
+        return "previous"
+    if ids[s] == ids[t]:
+        return "same_token"
+    if ids[s - 1] == ids[t]:
+        return "after_same_token"
+    return "punctuation" if is_punctuation(ids[s]) else "other"
+
+
+def brute_force(ref, windows, is_punctuation=lambda token: False):
+    """Every head at every counted position, one at a time: a frame of positions, and one of (destination, source) pairs."""
+    network = hf_model(ref.folder, attn_implementation="eager").double()
+    final_norm = network.transformer.ln_f if ref.is_gpt2 else network.model.norm
+    rows, pairs, losses = [], [], []
+    for number, start, ids, counted in windows:
+        with ExitStack() as stack:
+            end = stack.enter_context(captured(final_norm))
+            layers = [
+                [stack.enter_context(captured(module)) for module in parts] for parts in attention_parts(ref, network)
+            ]
+            with torch.no_grad():
+                result = network(torch.tensor([ids]), output_attentions=True)
+        final, logits = end["args"][0][0], result.logits[0]
+        for layer, head in product(range(ref.n_layers), range(ref.n_heads)):
+            x, z = layers[layer][0]["output"][0], layers[layer][1]["args"][0][0]
+            W_O = ref.W_O(layer, head)
+            writes = z[:, [head * ref.d_head + i for i in range(ref.d_head)]] @ W_O
+            moved = x @ ref.reader(layer, "V", ref.kv_head(head)) @ W_O
+            pattern = result.attentions[layer][0, head]
+            for t, following in counted:
+                onto_logits = final_norm_at(ref, network, final[t])
+                delta, target, A = onto_logits(writes[t]), torch.tensor(following), pattern[t, : t + 1]
+                loss = cross_entropy(logits[t], target)
+                share = torch.ones((), dtype=torch.float64, requires_grad=True)
+                cross_entropy(logits[t] - (1 - share) * delta, target).backward()
+                sizes = A * moved[: t + 1].norm(dim=-1)
+                parts = A * onto_logits(moved[: t + 1])[:, following]
+                toward = (parts if delta[following] >= 0 else -parts).argmax()
+                rows.append(
+                    {
+                        "head": f"{layer}.{head}",
+                        "document": number,
+                        "window": start,
+                        "index": t,
+                        "next": following,
+                        "write": float(writes[t].norm()),
+                        "logit": float(delta[following]),
+                        "saved": float(cross_entropy(logits[t] - delta, target) - loss),
+                        "linear": -float(share.grad),
+                        "entropy": -sum(float(a) * math.log(a) for a in A if a > 0),
+                        "sources": {"write": int(sizes.argmax()), "logit": int(toward)},
+                        "parts": {"write": sizes.tolist(), "logit": parts.tolist()},
+                        "attention": A.tolist(),
+                    }
+                )
+                losses.append(float(loss))
+                for s in range(t + 1):
+                    kind = kind_by_definition(ids, t, s, is_punctuation)
+                    pairs.append((f"{layer}.{head}", kind, t - s, float(A[s]), float(sizes[s])))
+    return SimpleNamespace(
+        rows=pd.DataFrame(rows),
+        pairs=pd.DataFrame(pairs, columns=["head", "kind", "distance", "attention", "moved"]),
+        loss=float(np.mean(losses)),
+    )
+
+
+def attention_parts(ref, network):
+    """Of each layer: the norm that its attention reads through, and its output projection."""
+    if ref.is_gpt2:
+        return [(block.ln_1, block.attn.c_proj) for block in network.transformer.h]
+    return [(block.input_layernorm, block.self_attn.o_proj) for block in network.model.layers]
+
+
+def final_norm_at(ref, network, stream):
+    """What a part of this stream adds to the logits, the norm's scale held at the stream's own."""
+    gain, bias = ref.final_norm()
+    eps = network.config.layer_norm_epsilon if ref.is_gpt2 else network.config.rms_norm_eps
+    centre = ref.centre if bias is not None else torch.eye(ref.d_model, dtype=torch.float64)
+    sigma = ((stream @ centre).square().mean() + eps).sqrt()
+    return lambda part: (part @ centre / sigma * gain) @ ref.W_U
+
+
+# -- against the oracle -----------------------------------------------------------------------------------------------
+
+# Folder of a tiny or real model, window, stride (None: windows side by side), BOS.
+CASES = [
+    ("gpt2-untied", 12, None, True),
+    ("gpt2-scaled-by-layer", 9, 5, False),
+    ("llama-grouped", 8, None, False),
+    ("llama-wide-heads", 10, 4, False),
+    ("stories260k", 12, 6, True),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0])
+def scanned(request, tiny_folders, models_dir, reference):
+    """A scan in which every position is in the sample, and the oracle's account of the same corpus."""
+    name, window, stride, bos = request.param
+    folder = models_dir / name if (models_dir / name).exists() else tiny_folders(name)
+    model, ref = ov.load(folder), reference(folder)
+    docs = documents(model.architecture.n_vocab)
+    found = ov.scan(model, docs, window=window, stride=stride, bos=bos, settings=EVERYTHING)
+    bos_id = ref.config["bos_token_id"] if bos else None
+    length = window - bos
+    windows = list(windows_by_definition(docs, length, stride or length, bos_id))
+
+    def is_punctuation(token):
+        return model.has_tokenizer and not any(c.isalnum() for c in model.tokenizer.text(token))
+
+    return SimpleNamespace(scan=found, right=brute_force(ref, windows, is_punctuation), bos=bos, docs=docs, model=model)
+
+
+def column(frame, name):
+    return torch.tensor(frame[name].to_numpy(dtype=float))
+
+
+def by_head(scanned, frame, work):
+    """``work`` on each head's rows, in the scan's order of heads."""
+    groups = dict(list(frame.groupby("head", sort=False)))
+    return torch.tensor([work(groups[head]) for head in scanned.scan.heads["head"]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("write", "write"),
+        ("logit", "logit"),
+        ("loss_saved", "saved"),
+        ("loss_saved_linear", "linear"),
+        ("entropy", "entropy"),
+    ],
+)
+def test_a_heads_means_are_those_of_all_positions(scanned, assert_close, name, theirs):
+    ours = column(scanned.scan.heads, name)
+    assert_close(ours, by_head(scanned, scanned.right.rows, lambda rows: rows[theirs].mean()), 1e-4)
+
+
+def test_a_sample_of_all_positions_has_no_error(scanned):
+    assert (scanned.scan.heads["loss_saved_se"] == 0).all()
+    assert scanned.scan.facts["positions"] == len(scanned.right.rows) / len(scanned.scan.heads)
+    assert scanned.scan.facts["loss"] == pytest.approx(scanned.right.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(("prefix", "weight"), [("attention", "attention"), ("write", "moved")])
+def test_shares_by_kind_of_source(scanned, assert_close, prefix, weight):
+    total = by_head(scanned, scanned.right.pairs, lambda pairs: pairs[weight].sum())
+    sums = []
+    for kind in SOURCE_KINDS:
+        right = by_head(scanned, scanned.right.pairs, lambda p, k=kind: p[weight][p["kind"] == k].sum()) / total
+        sums.append(column(scanned.scan.heads, f"{prefix}_{kind}"))
+        assert float((sums[-1] - right).abs().max()) <= 1e-5, kind
+    assert_close(sum(sums), torch.ones(len(sums[0])), 1e-6)
+    found = [k for k in SOURCE_KINDS if k != "punctuation"]  # only a model with a tokenizer has that
+    assert all(column(scanned.scan.heads, f"attention_{kind}").max() > 0 for kind in found)
+
+
+def test_mean_distance_leaves_the_first_token_out(scanned, assert_close):
+    pairs = scanned.right.pairs[scanned.right.pairs["kind"] != "first"]
+    right = by_head(scanned, pairs, lambda p: (p["attention"] * p["distance"]).sum() / p["attention"].sum())
+    assert_close(column(scanned.scan.heads, "distance"), right, 1e-4)
+
+
+def test_distributions_of_distance_and_entropy(scanned):
+    pairs, rows = scanned.right.pairs, scanned.right.rows
+    for head, frame in scanned.scan.distributions.groupby("head", sort=False):
+        mine = pairs[pairs["head"] == head]
+        for row in frame[frame["of"] == "distance"].itertuples():
+            inside = (mine["kind"] != "first") & mine["distance"].between(row.low, row.high)
+            inside = mine["kind"] == "first" if row.bin == "first token" else inside
+            right = mine["attention"][inside].sum() / mine["attention"].sum()
+            assert row.share == pytest.approx(right, abs=1e-5), (head, row.bin)
+        entropies = rows["entropy"][rows["head"] == head].to_numpy()
+        assert np.abs(entropies / 0.5 - np.round(entropies / 0.5))[entropies > 1e-6].min() > 1e-6  # none on an edge
+        for row in frame[frame["of"] == "entropy"].itertuples():
+            inside = ((entropies >= row.low) | (row.low == 0)) & (entropies < row.high)
+            assert row.share == pytest.approx(inside.mean(), abs=1e-9), (head, row.bin)
+        for _, part in frame.groupby("of"):
+            assert part["share"].sum() == pytest.approx(1, abs=1e-6)
+
+
+def at(scanned, example):
+    """The oracle's row of an example, and where its source is among the window's ids."""
+    rows = scanned.right.rows
+    rows = rows[(rows["head"] == example.head) & (rows["document"] == example.document)]
+    position = rows["window"] + rows["index"] - scanned.bos
+    (row,) = rows[position == example.position].itertuples()
+    source = 0 if pd.isna(example.source_position) else int(example.source_position) - row.window + scanned.bos
+    return row, source
+
+
+def test_examples_say_what_the_model_does_there(scanned):
+    scales = scanned.right.rows.groupby("head")[["write", "logit"]].agg(lambda values: values.abs().max())
+    for example in scanned.scan.examples.itertuples():
+        row, source = at(scanned, example)
+        close = 1e-4 * scales.loc[example.head, example.measure]
+        assert example.value == pytest.approx(getattr(row, example.measure), abs=close)
+        assert example.attention == pytest.approx(row.attention[source], abs=1e-4)
+        assert example.part == pytest.approx(row.parts[example.measure][source], abs=close)
+        best = row.parts[example.measure][row.sources[example.measure]]
+        assert example.part == pytest.approx(best, abs=close), "another source has a larger part"
+
+
+def test_the_strongest_are_the_strongest_of_all(scanned):
+    examples, rows = scanned.scan.examples, scanned.right.rows
+    for head in scanned.scan.heads["head"]:
+        for measure, kind, sign in (
+            ("write", "strongest", 1),
+            ("logit", "strongest", 1),
+            ("logit", "most negative", -1),
+        ):
+            chosen = examples[
+                (examples["head"] == head) & (examples["measure"] == measure) & (examples["kind"] == kind)
+            ]
+            right = sorted(sign * rows[measure][rows["head"] == head], reverse=True)[: EVERYTHING.examples]
+            scale = rows[measure][rows["head"] == head].abs().max()
+            assert np.allclose(sign * chosen["value"], right, rtol=0, atol=1e-4 * scale)
+            assert list(chosen["rank"]) == list(range(1, 1 + EVERYTHING.examples))
+            assert not chosen.duplicated(["document", "position"]).any()
+
+
+def test_decile_examples_lie_in_their_tenth(scanned):
+    examples, rows = scanned.scan.examples, scanned.right.rows
+    for (head, measure), chosen in examples[examples["kind"] == "decile"].groupby(["head", "measure"]):
+        values = np.sort(rows[measure][rows["head"] == head].to_numpy())
+        tenths = [values[[i * 10 // len(values) == k for i in range(len(values))]] for k in range(10)]
+        slack = 1e-4 * np.abs(values).max()
+        for example in chosen.itertuples():
+            tenth = tenths[example.decile - 1]
+            assert tenth[0] - slack <= example.value <= tenth[-1] + slack
+        counts = chosen.groupby("decile").size()
+        assert list(counts) == [min(EVERYTHING.per_decile, len(tenth)) for tenth in tenths]
+        edges = scanned.scan.distributions.query("head == @head and of == @measure")
+        assert np.allclose(edges["low"], [tenth[0] for tenth in tenths], rtol=0, atol=slack)
+        assert np.allclose(edges["high"], [tenth[-1] for tenth in tenths], rtol=0, atol=slack)
+
+
+def test_the_text_of_an_example(scanned):
+    def text(ids):
+        return "".join(scanned.model.tokenizer.text(i) if scanned.model.has_tokenizer else f"⟨id {i}⟩" for i in ids)
+
+    for example in scanned.scan.examples.itertuples():
+        doc, t = scanned.docs[example.document], example.position
+        assert example.destination == text([doc[t]])
+        assert example.next == text([doc[t + 1]])
+        assert example.after.startswith(example.next)
+        assert example.after in text(doc)
+        if pd.isna(example.source_position):
+            assert scanned.bos
+        else:
+            assert example.source == text([doc[example.source_position]])
+            assert example.source_position <= t
+
+
+# -- the sample -------------------------------------------------------------------------------------------------------
+
+TEXT = 2500  # tokens of the packaged text
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return ov.load()
+
+
+@pytest.fixture(scope="module")
+def whole(embedded):
+    """The embedded model, every position in the sample: what the oracle above was held against."""
+    return ov.scan(embedded, tokens=TEXT, settings=Settings(sample=TEXT, loss_sample=TEXT))
+
+
+@pytest.fixture(scope="module")
+def sampled(embedded):
+    return ov.scan(embedded, tokens=TEXT, settings=Settings(sample=300, loss_sample=60, per_decile=30))
+
+
+def test_what_needs_no_sample_does_not_depend_on_it(whole, sampled):
+    estimated = ["loss_saved", "loss_saved_se"]
+    pd.testing.assert_frame_equal(
+        whole.heads.drop(columns=estimated), sampled.heads.drop(columns=estimated), check_exact=True
+    )
+    strongest = [scan.examples.query("kind != 'decile'").reset_index(drop=True) for scan in (whole, sampled)]
+    pd.testing.assert_frame_equal(*strongest, check_exact=True)
+
+
+def test_loss_saved_is_estimated_within_its_error(whole, sampled):
+    error = (whole.heads["loss_saved"] - sampled.heads["loss_saved"]) / sampled.heads["loss_saved_se"]
+    assert error.abs().max() < 5
+    assert error.std() > 0.3  # an error that is stated far too large tells nothing
+    # The derivative alone is far off what the estimate finds.
+    gap = (whole.heads["loss_saved"] - whole.heads["loss_saved_linear"]) / sampled.heads["loss_saved_se"]
+    assert gap.max() > 10
+
+
+def test_the_derivative_never_exceeds_the_loss_saved(whole):
+    assert (whole.heads["loss_saved"] >= whole.heads["loss_saved_linear"] - 1e-6).all()
+
+
+def test_sampled_tenths_are_the_true_tenths_within_their_error(whole, sampled, embedded):
+    """Each decile example's true rank is near its tenth, and tenths are filled evenly from end to end."""
+    everything = ov.scan(embedded, tokens=TEXT, settings=Settings(sample=TEXT, per_decile=TEXT, loss_sample=1))
+    off = []
+    for measure in ("write", "logit"):
+        for head in whole.heads["head"]:
+            true = np.sort(
+                everything.examples.query("head == @head and measure == @measure and kind == 'decile'")["value"]
+            )
+            chosen = sampled.examples.query("head == @head and measure == @measure and kind == 'decile'")
+            assert (chosen.groupby("decile").size() == 30).all()
+            rank = np.searchsorted(true, chosen["value"]) / len(true)
+            assert (np.abs(rank - (chosen["decile"].astype(float) - 0.5) / 10) < 0.05 + 5 * 0.5 / 300**0.5).all()
+            off.append(rank.mean() - 0.5)
+    assert np.abs(off).max() < 5 * (1 / 12 / 300) ** 0.5
+
+
+def test_another_seed_draws_other_positions(embedded, sampled):
+    again = ov.scan(embedded, tokens=TEXT, settings=Settings(sample=300, loss_sample=60, per_decile=30, seed=1))
+    same = ov.scan(embedded, tokens=TEXT, settings=Settings(sample=300, loss_sample=60, per_decile=30))
+    pd.testing.assert_frame_equal(same.examples, sampled.examples, check_exact=True)
+    assert not again.examples.query("kind == 'decile'")["position"].equals(
+        sampled.examples.query("kind == 'decile'")["position"]
+    )
+
+
+# -- interrupted ------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+import ov_circuits as ov
+from ov_circuits.trace import scan as scanning
+scanning._BATCHES_A_SAVE = 2
+run, calls = scanning.run, 0
+def dying(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == 4:  # in the middle of the fourth batch, one after the last save
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(*args, **kwargs)
+scanning.run = dying
+ov.scan(ov.load(), tokens=2500, state=sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(embedded):
+    return ov.scan(embedded, tokens=TEXT)
+
+
+def same_scan(ours, right):
+    for name in ("heads", "examples", "distributions"):
+        pd.testing.assert_frame_equal(getattr(ours, name), getattr(right, name), check_exact=True)
+        assert getattr(ours, name).attrs == getattr(right, name).attrs
+
+
+def batches_run(monkeypatch):
+    """Counts the batches that a scan runs from now on."""
+    calls = []
+    run = scanning.run
+    monkeypatch.setattr(scanning, "run", lambda *a, **k: (calls.append(1), run(*a, **k))[1])
+    return calls
+
+
+def test_a_killed_scan_goes_on_to_the_same_result(tmp_path, embedded, uninterrupted, monkeypatch):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, capture_output=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    (state,) = tmp_path.iterdir()
+    assert state.name == f"{uninterrupted.facts['scan']}.safetensors"
+    calls = batches_run(monkeypatch)
+    same_scan(ov.scan(embedded, tokens=TEXT, state=tmp_path), uninterrupted)
+    assert len(calls) == math.ceil(uninterrupted.facts["windows"] / 4) - 2  # two batches were on disk
+    calls.clear()
+    same_scan(ov.scan(embedded, tokens=TEXT, state=tmp_path), uninterrupted)
+    assert not calls  # it was done
+
+
+def test_ctrl_c_keeps_every_complete_batch(tmp_path, embedded, uninterrupted, monkeypatch):
+    run, calls = scanning.run, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return run(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(scanning, "run", interrupted)
+        ov.scan(embedded, tokens=TEXT, state=tmp_path)
+    calls = batches_run(monkeypatch)
+    same_scan(ov.scan(embedded, tokens=TEXT, state=tmp_path), uninterrupted)
+    assert len(calls) == math.ceil(uninterrupted.facts["windows"] / 4) - 3
+
+
+def test_the_state_of_another_scan_is_not_taken(tmp_path, embedded, uninterrupted):
+    ov.scan(embedded, tokens=600, state=tmp_path)
+    ov.scan(embedded, tokens=600, window=64, state=tmp_path)
+    ov.scan(embedded, tokens=600, settings=Settings(seed=1), state=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    for state in tmp_path.iterdir():
+        state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(CircuitsError, match="delete it to begin anew"):
+        ov.scan(embedded, tokens=600, state=tmp_path)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path, embedded):
+    sizes = set()
+    for tokens in (600, 2000):
+        folder = tmp_path / str(tokens)
+        ov.scan(embedded, tokens=tokens, state=folder, settings=Settings(sample=100, loss_sample=10))
+        sizes |= {file.stat().st_size for file in folder.iterdir()}
+    assert len(sizes) == 1
+
+
+# -- windows and files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", [None, 1, 3, 7])
+@pytest.mark.parametrize("bos", [True, False])
+def test_windows(tiny_folders, stride, bos):
+    model = ov.load(tiny_folders("gpt2-untied"))
+    docs = documents(23, lengths=(30, 1, 2, 8, 9, 7))
+    length = 7
+    corpus = open_corpus(model, docs, window=length + bos, stride=stride, bos=bos)
+    found = [
+        (w.document, w.start, list(w.ids), [(w.first + i, token) for i, token in enumerate(w.targets)]) for w in corpus
+    ]
+    assert found == list(windows_by_definition(docs, length, stride or length, 0 if bos else None))
+    counted = [(w.document, w.position(w.first + i)) for w in corpus for i in range(len(w.targets))]
+    assert counted == [(d, p) for d, doc in enumerate(docs) for p in range(len(doc) - 1)]
+
+
+def test_a_long_text_is_read_in_pieces_without_a_trace_of_the_seams(tmp_path, embedded, monkeypatch):
+    text = " ".join(f"the people of state {i}\n\nand the whale" for i in range(300))
+    file = tmp_path / "long.txt"
+    file.write_text(text)
+    whole = list(open_corpus(embedded, file))
+    assert list(open_corpus(embedded, [text])) == whole
+    monkeypatch.setattr("ov_circuits.trace.corpus._PIECE", 97)
+    assert list(open_corpus(embedded, file)) == whole
+
+
+def test_json_lines_are_documents(tmp_path, embedded):
+    file = tmp_path / "two.jsonl"
+    file.write_text(
+        '{"text": "the people of the United States", "year": 1}\n\n"and the whale and the sea"\n', "utf-8-sig"
+    )
+    texts = ["the people of the United States", "and the whale and the sea"]
+    assert list(open_corpus(embedded, file, window=6)) == list(open_corpus(embedded, texts, window=6))
+
+
+def test_a_limit_of_tokens(embedded):
+    docs = ["the people of the United States", "and the whale and the sea"]
+    first, second = (embedded.tokenizer.encode(doc) for doc in docs)
+    n = len(first) + 3
+    assert list(open_corpus(embedded, docs, window=4, tokens=n)) == list(
+        open_corpus(embedded, [first, second[:3]], window=4)
+    )
+
+
+def test_the_packaged_text_is_what_its_card_says(embedded):
+    folder = ROOT / "data" / "corpus"
+    lines = [json.loads(line) for line in (folder / "text.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {line["source"] for line in lines} == {"State of the Union address", "Moby-Dick"}
+    assert len(lines) == 16 and max(len(line["text"]) for line in lines) <= 45_000
+    assert (folder / "text.jsonl").stat().st_size < 300_000
+    assert embedded.tokenizer.encode(lines[0]["text"])
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_scan_is_saved_and_opened(tmp_path, sampled, whole):
+    sampled.save(tmp_path / "scan")
+    same_scan(ov.open_scan(tmp_path / "scan"), sampled)
+    whole.heads.to_parquet(tmp_path / "scan" / "heads.parquet")
+    with pytest.raises(CircuitsError, match="not of one scan"):
+        ov.open_scan(tmp_path / "scan")
+    with pytest.raises(CircuitsError, match=r"cannot read the scan's .*heads\.parquet"):
+        ov.open_scan(tmp_path)
+
+
+def test_one_heads_examples(sampled):
+    assert set(sampled.of("1.0")["head"]) == {"1.0"}
+    with pytest.raises(CircuitsError, match=r"no head '9\.9'"):
+        sampled.of("9.9")
+    assert "24 heads" in repr(sampled)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_norm_at_a_held_scale_is_linear_and_read_back(kind, assert_close):
+    generator = torch.Generator().manual_seed(0)
+    x, part, direction, gain, bias = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(5))
+    norm = Norm(kind, gain[0], bias[0], 1e-3)
+    assert_close(norm.carry(x, x) + bias[0], norm(x), 1e-12)
+    assert_close((norm.carry(x, part) * direction).sum(-1), (part * norm.read_back(x, direction)).sum(-1), 1e-12)
+    for row in range(4):
+        frozen = norm.frozen(x[row], direction[row])
+        assert frozen.scale == pytest.approx(float(norm.scale(x)[row]))
+        assert_close(frozen.direction, norm.read_back(x, direction)[row], 1e-12)
+
+
+def test_an_induction_head_is_found_on_text(embedded):
+    """What the card says of random tokens holds on text that repeats itself: they attend to the token after the earlier one."""
+    doc = torch.randperm(1900, generator=torch.Generator().manual_seed(0))[:60].tolist()
+    heads = ov.scan(embedded, [[i + 1 for i in doc] * 2], window=121, tokens=120).heads.set_index("head")
+    strongest = heads["attention_after_same_token"].nlargest(3)
+    assert set(strongest.index) == {"1.0", "1.1", "1.2"}
+    assert set(heads["loss_saved"].nlargest(3).index) & set(strongest.index)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """``command(*words, code=0)`` runs ``ov-circuits scan`` in an empty folder of its own cache."""
+    monkeypatch.setenv("OV_CIRCUITS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, code=0):
+        result = CliRunner().invoke(app, ["scan", *map(str, words)])
+        assert result.exit_code == code, (result.output, result.exception)
+        return result
+
+    return run
+
+
+def test_the_command_writes_what_the_library_finds(command, embedded, tmp_path):
+    right = ov.scan(embedded, tokens=600)
+    facts = json.loads(command("--tokens", 600, "--json").stdout)
+    assert facts["scan"] == right.facts["scan"]
+    assert [row["loss_saved"] for row in facts["rows"]] == right.heads["loss_saved"].tolist()
+    command("--tokens", 600, "-o", "heads.csv", "--examples", "examples.parquet", "--save", "kept")
+    pd.testing.assert_frame_equal(pd.read_csv("heads.csv", dtype={"head": str}), right.heads)
+    pd.testing.assert_frame_equal(pd.read_parquet("examples.parquet"), right.examples)
+    same_scan(ov.open_scan("kept"), right)
+    assert list((tmp_path / "cache" / "scans").iterdir()) == []  # what was kept meanwhile is gone
+
+
+def test_the_command_shows_heads_and_examples(command, embedded):
+    right = ov.scan(embedded, tokens=600)
+    shown = command("--tokens", 600, "--head", "L1H1", "--top", 3).stdout
+    best = right.heads.sort_values("loss_saved", ascending=False).iloc[0]
+    assert f"{best['head']}" in shown and f"{best['loss_saved']:+.4f}" in shown
+    top = right.of("1.1").query("kind == 'strongest' and measure == 'write'").iloc[0]
+    assert f"⟦{top['destination']}⟧" in shown and "tenth 10" in shown
+
+
+def test_an_interrupted_command_says_that_it_resumes(command, monkeypatch, tmp_path, embedded):
+    with monkeypatch.context() as patch:
+        run, calls = scanning.run, []
+
+        def interrupted(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return run(*args, **kwargs)
+
+        patch.setattr(scanning, "run", interrupted)
+        stopped = command("--tokens", 1200, "-o", "heads.parquet", code=130)
+    assert "goes on from there" in stopped.stderr
+    assert not Path("heads.parquet").exists()
+    calls = batches_run(monkeypatch)
+    command("--tokens", 1200, "-o", "heads.parquet")
+    right = ov.scan(embedded, tokens=1200)
+    assert len(calls) < 2 * math.ceil(right.facts["windows"] / 4)  # both, the second from the start
+    pd.testing.assert_frame_equal(pd.read_parquet("heads.parquet"), right.heads)
+
+
+BAD = {
+    "absent.txt": (None, "there is no file absent.txt"),
+    "empty.txt": (b"", "empty"),
+    "blank.jsonl": (b"\n\n", "empty"),
+    "short.txt": (b"the people", "fewer than one window"),
+    "junk.txt": (bytes(range(256)) * 20, "no UTF-8"),
+    "zeros.txt": (b"the people\0of the" * 100, "zero bytes"),
+    "bad.jsonl": (b'{"text": "the people"}\n{"text": \n', "bad.jsonl, line 2 is no JSON"),
+    "other.jsonl": (b'"the people"\n{"words": "of the"}\n', "other.jsonl, line 2 has no text"),
+    "number.jsonl": (b"3\n", "number.jsonl, line 1 has no text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_corpus_is_one_sentence(command, name, tmp_path):
+    content, sentence = BAD[name]
+    if content is not None:
+        Path(name).write_bytes(content)
+    refused = command("-", name, "-o", "heads.csv", code=2)
+    assert sentence in refused.stderr and refused.stderr.count("\n") <= 2, refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert {file.name for file in tmp_path.iterdir()} <= {name}
+
+
+def test_other_bad_requests(command, tmp_path, tiny_folders, gpt2_small_attention):
+    Path("text.txt").write_text("the people of the United States " * 100)
+    for words, sentence in [
+        (("-", tmp_path), "is a folder"),
+        (("-", "text.txt", "--window", 500), "longer than the 128 tokens"),
+        (("-", "text.txt", "--window", 2), "make it longer"),
+        (("-", "text.txt", "--stride", 200), "leave text out"),
+        (("-", "text.txt", "-o", "heads.txt"), "cannot tell a table's format"),
+        (("-", "text.csv", "-o", "text.csv"), "it is the corpus itself"),
+        (("-", "text.txt", "--head", "9.9"), "has no head 9.9"),
+        ((tiny_folders("llama-grouped"), "text.txt"), "has no tokenizer to read text.txt with"),
+        ((gpt2_small_attention, "text.txt"), "cannot run a prompt"),
+    ]:
+        assert sentence in command(*words, code=2).stderr, words
+    assert {file.name for file in tmp_path.iterdir()} == {"text.txt"}
+    for corpus, sentence in [
+        (3, "a corpus is a file, or a list"),
+        ([[1, 2, 99]], "document 0 of the corpus: token id 99 is outside"),
+        ([[1, 2.5]], "2.5 is no token"),
+        ([3], "a document of a corpus is"),
+        ([], "is empty"),
+    ]:
+        with pytest.raises(CircuitsError, match=sentence):
+            ov.scan(ov.load(tiny_folders("llama-grouped")), corpus)
+    with pytest.raises(CircuitsError, match="sample is a whole number from 1 on"):
+        Settings(sample=0)
+
+
+def test_a_model_that_gives_no_numbers_is_refused(tiny_folders, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    good = tiny_folders("gpt2-untied")
+    tensors = load_file(good / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_proj.weight"][0, 0] = torch.inf
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((good / "config.json").read_text())
+    with pytest.raises(CircuitsError, match="NaN or infinity on document 0"):
+        ov.scan(ov.load(folder), documents(23), window=9)
