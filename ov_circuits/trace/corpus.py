@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,16 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TextIO
 
 from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.checkpoint.tokenizer import why_no_bos
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
 from ov_circuits.words import bos_id, token_id
-
-# A file, or documents in memory: texts, or lists of token ids. None: the text that comes with the package.
-CorpusLike: TypeAlias = "str | os.PathLike[str] | Sequence[str] | Sequence[Sequence[int]] | None"
 
 # Characters that are tokenised at a time, cut before a space: a text of this length is tokenised as a whole.
 _PIECE = 1 << 20
@@ -68,7 +66,7 @@ class Corpus:
     Attributes:
         name: what it is called.
         model: whose tokenizer reads it.
-        what: the file, or the documents.
+        what: the file, or the documents: texts or lists of ids.
         length: ids of a window that are the document's own.
         stride: how far apart windows begin.
         bos: the id put before each window, or None.
@@ -77,7 +75,7 @@ class Corpus:
 
     name: str
     model: Model
-    what: Path | Sequence[str | Sequence[int]]
+    what: Path | Sequence[Any]
     length: int
     stride: int
     bos: int | None
@@ -131,11 +129,14 @@ class Corpus:
         else:
             yield (self._ids(text, str(self.what)) for text in _pieces(self.what))
 
-    def _ids(self, document: str | Sequence[int], where: str) -> list[int]:
+    def _ids(self, document: Any, where: str) -> list[int]:
         try:
             if isinstance(document, str):
                 return self.model.tokenizer.encode(document)
-            return [token_id(self.model, token) for token in document]
+            wrong = [token for token in document if isinstance(token, bool) or not hasattr(token, "__index__")]
+            if wrong:
+                raise CircuitsError(f"{str(wrong[0])[:80]} is no token id: give whole numbers")
+            return [token_id(self.model, operator.index(token)) for token in document]
         except CircuitsError as error:
             raise CircuitsError(f"{where}: {error}") from error
 
@@ -172,17 +173,17 @@ class Survey:
 
 def open_corpus(
     model: Model,
-    corpus: CorpusLike = None,
+    corpus: Any = None,
     *,
     window: int | None = None,
     stride: int | None = None,
     bos: bool | None = None,
     tokens: int | None = None,
 ) -> Corpus:
-    """A corpus as windows, its settings and its file checked from beginning to end.
+    """A corpus (see :func:`ov_circuits.trace.scan.scan`) as windows, its settings and its file checked from beginning to end.
 
     Raises:
-        CircuitsError: see :func:`ov_circuits.trace.scan.scan`.
+        CircuitsError: as there.
     """
     a = model.architecture
     front = _bos(model, bos)

@@ -14,9 +14,10 @@ Loss saved is what the head's direct write takes off the loss of the true next t
 L(logits - delta) - L(logits), delta the head's write through the final norm and W_U. That needs the whole vocabulary for each
 head, so it is worked out on a seeded sample of positions. Its derivative, sum_v (1[v = next] - p_v) delta_v, costs one
 direction a position and is taken on all of them. The mean over the corpus is the derivative's mean over all positions plus the
-difference's mean over the sample: unbiased, and with a small standard error, since the two move together. Without a softcap the
-loss is convex in the logits, so the derivative never exceeds the loss saved. All this is of *direct* effects: later heads see
-the same stream as before.
+difference's mean over the sample: unbiased, and with a far smaller standard error than the sample alone, since the two move
+together. The difference is skewed, a few positions carry much of it: a small sample may miss them, and then both the mean and
+its error come out too small. Without a softcap the loss is convex in the logits, so the derivative never exceeds the loss saved.
+All this is of *direct* effects: later heads see the same stream as before.
 
 The number of positions is known before the first one runs, so the sample is drawn up front, uniformly and without replacement;
 its tenths estimate those of all positions (a tenth's edge lies within 0.5 / sqrt(sample) of its rank, one standard error).
@@ -46,7 +47,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
-from ov_circuits.trace.corpus import Corpus, CorpusLike, Window, open_corpus
+from ov_circuits.trace.corpus import Corpus, Window, open_corpus
 from ov_circuits.trace.engines import Batch, check_tokens, pad, run
 from ov_circuits.trace.trace import norms_through, write_gram
 from ov_circuits.words import token_text
@@ -85,12 +86,12 @@ class Settings:
     examples: int = 10
     per_decile: int = 2
     sample: int = 2048
-    loss_sample: int = 256
+    loss_sample: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name == "seed" else 1
+            least = {"seed": 0, "loss_sample": 2}.get(name, 1)
             if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
                 raise CircuitsError(f"{name} is a whole number from {least} on, not {str(value)[:80]}")
 
@@ -169,7 +170,7 @@ def open_scan(folder: str | os.PathLike[str]) -> Scan:
 
 def scan(
     model: Model,
-    corpus: CorpusLike = None,
+    corpus: Any = None,
     *,
     window: int | None = None,
     stride: int | None = None,
