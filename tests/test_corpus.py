@@ -315,6 +315,14 @@ def test_the_text_of_an_example(scanned):
             assert example.source_position <= t
 
 
+def test_a_source_is_never_a_later_token():
+    """Where the value bias outweighs all sources, the one that pulls least against the whole is named, not the unseen zeros."""
+    by_source, pattern = torch.tensor([[[0.5, 0.2, 0.0, 0.0]]]), torch.tensor([[[0.6, 0.4, 0.0, 0.0]]])
+    values, sources = scanning._with_source(torch.tensor([[-1.0]]), by_source, pattern, 1)
+    assert sources.tolist() == [[1]]
+    assert values.tolist() == [[[-1.0, pytest.approx(0.4), pytest.approx(0.2)]]]
+
+
 # -- the sample -------------------------------------------------------------------------------------------------------
 
 TEXT = 2500  # tokens of the packaged text
