@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
-from ov_circuits.checkpoint.mlp import Norm
+from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.cli import app
 from ov_circuits.report.examples import examples_payload
 from ov_circuits.trace import scan as scanning

@@ -42,14 +42,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ov_circuits.checkpoint.mlp import Norm
+from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import CircuitsError
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.trace.corpus import Corpus, Window, open_corpus
 from ov_circuits.trace.engines import Batch, check_tokens, pad, run
-from ov_circuits.trace.trace import norms_through, write_gram
+from ov_circuits.trace.trace import norms_through, values_without_bias, write_gram
 from ov_circuits.words import token_text
 
 if TYPE_CHECKING:
@@ -517,7 +517,7 @@ class _Meter:
         layer = weights.layer
         pattern, z = kept["pattern"][:, counted, : counted.stop], kept["z"][:, counted]
         x = kept["attention_input"][: counted.stop]
-        values = layer.per_query_head(torch.einsum("sm,kmd->ksd", x, layer.W_V))
+        values = values_without_bias(x, layer)
         reads = torch.einsum("qtm,hdm->qhtd", directions, layer.W_O)
         write, (logit, linear) = norms_through(z, weights.gram), (z * reads).sum(-1)
         moved = pattern * norms_through(values, weights.gram).unsqueeze(1)
