@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import captured, hf_model
+from tiny_families import BASES, tiny
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
@@ -28,6 +29,7 @@ from ov_circuits.cli import app
 from ov_circuits.report.examples import examples_payload
 from ov_circuits.trace import scan as scanning
 from ov_circuits.trace.corpus import open_corpus
+from ov_circuits.trace.engines import Edits
 from ov_circuits.trace.scan import SOURCE_KINDS, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -718,3 +720,49 @@ def test_a_model_that_gives_no_numbers_is_refused(tiny_folders, tmp_path):
     (folder / "config.json").write_text((good / "config.json").read_text())
     with pytest.raises(CircuitsError, match="NaN or infinity on document 0"):
         ov.scan(ov.load(folder), documents(23), window=9)
+
+
+# -- every family: norms after attention, softcaps, scales ------------------------------------------------------------
+
+
+def through(norm, at, write):
+    """A write through a norm at the scale that it has on ``at``, one coordinate at a time."""
+    rows = torch.stack([norm.frozen(at, unit).direction for unit in torch.eye(len(at), dtype=torch.float64)])
+    return rows @ write.double()
+
+
+@pytest.mark.parametrize("variant", BASES)
+def test_every_familys_logits_and_losses(variant, tmp_path, assert_close):
+    """Contributions are the ledger's; the loss saved is what the model itself gives without the write before its unembedding."""
+    tiny(variant).save_pretrained(tmp_path)
+    model = ov.load(tmp_path, view="raw")
+    if not model.can_run:
+        with pytest.raises(CircuitsError, match="cannot run a prompt"):
+            ov.scan(model, documents(9))
+        return
+    (doc,) = documents(9, lengths=(6,))
+    heads = ov.scan(model, [doc], window=6, bos=False, settings=EVERYTHING).heads
+    trace = model.trace(doc, bos=False)
+    logits, saved = torch.zeros(len(heads), dtype=torch.float64), torch.zeros(len(heads), dtype=torch.float64)
+    for t, following in enumerate(doc[1:]):
+        entries = (
+            trace.ledger(following, position=t).query("component == 'head'").groupby("head", sort=False)["value"].sum()
+        )
+        logits += torch.tensor(entries[heads["head"]].to_numpy())
+        loss = cross_entropy(trace.logits[t].double(), torch.tensor(following))
+        for i, label in enumerate(heads["head"]):
+            layer = model.head(label).layer
+            write, post = trace.write(label)[t], model.source.attention_post_norm(layer)
+            if post is not None:
+                write = through(post, trace.record.layers[layer].attention_output[t], write)
+            carried = through(model.source.final_norm, trace.record.final[t], write)
+
+            def without(_, normalised, carried=carried, t=t):
+                changed = normalised.clone()
+                changed[0, t] -= carried.to(changed.dtype)
+                return changed
+
+            there = scanning.run(model, torch.tensor([doc]), edits=Edits(final=without)).logits[0, t].double()
+            saved[i] += cross_entropy(there, torch.tensor(following)) - loss
+    assert_close(column(heads, "logit"), logits / (len(doc) - 1), 1e-4)
+    assert_close(column(heads, "loss_saved"), saved / (len(doc) - 1), 1e-4)
