@@ -90,8 +90,9 @@ def _folder(target: str | os.PathLike[str]) -> Path:
 
 def _with_lists(rows: pd.DataFrame) -> pd.DataFrame:
     """Parquet gives lists of texts back as arrays."""
-    for name in rows.select_dtypes("object").columns:
-        rows[name] = rows[name].map(list)
+    for name in rows:
+        if pd.api.types.is_object_dtype(rows[name].dtype):
+            rows[name] = rows[name].map(list)
     return rows
 
 
