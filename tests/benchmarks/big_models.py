@@ -122,6 +122,7 @@ def main() -> None:
         found = in_process(__file__, str(folder), "--threads", str(options.threads))
     finally:
         shutil.rmtree(folder)
+    print(json.dumps(found), flush=True)
     compare(options.shape, settings, found)
 
 
@@ -150,7 +151,6 @@ def compare(shape: str, measured: dict[str, Any], found: dict[str, Any]) -> None
         ),
     ):
         print(f"{name:24} {ours:9.3g} {planned:9.3g}")
-    print(json.dumps(found))
 
 
 if __name__ == "__main__":
