@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ov_circuits import scores
+    from ov_circuits import distributed, scores
     from ov_circuits.certificate import verify
     from ov_circuits.errors import CircuitsError
     from ov_circuits.linalg.lowrank import LowRank
@@ -77,7 +77,11 @@ _HOMES = {
     "CircuitsError": "errors",
 }
 
-_MODULES = {"scores": "ov_circuits.scores", "figures": "ov_circuits.report.figures"}
+_MODULES = {
+    "distributed": "ov_circuits.distributed",
+    "scores": "ov_circuits.scores",
+    "figures": "ov_circuits.report.figures",
+}
 
 __all__ = [
     "CircuitsError",
@@ -95,6 +99,7 @@ __all__ = [
     "dashboard",
     "directions",
     "disagreements",
+    "distributed",
     "figures",
     "ioi_copying",
     "ioi_negative_copying",

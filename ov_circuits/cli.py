@@ -23,6 +23,7 @@ from ov_circuits import __version__
 from ov_circuits.errors import CircuitsError
 from ov_circuits.terminal import (
     checkpoint_facts,
+    cost_facts,
     head_facts,
     note,
     print_account,
@@ -34,6 +35,7 @@ from ov_circuits.terminal import (
     print_json,
     print_pairs,
     print_paths,
+    print_plan,
     print_scan,
     sort_column,
     sort_heads,
@@ -89,7 +91,10 @@ def _refusal(text: str) -> typer.Exit:
     """Says what is wrong, in one sentence."""
     from rich.text import Text
 
-    stderr().print(Text.assemble(("error: ", "bold red"), " ".join(text.splitlines())), soft_wrap=True)
+    from ov_circuits.distributed import first_to_speak
+
+    if first_to_speak():
+        stderr().print(Text.assemble(("error: ", "bold red"), " ".join(text.splitlines())), soft_wrap=True)
     return typer.Exit(2)
 
 
@@ -321,9 +326,11 @@ def heads(
     adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The scoreboard: one row a head, from the weights alone."""
+    """The scoreboard: one row a head, from the weights alone. With -o, a run that was stopped goes on where it was."""
+    from ov_circuits import distributed
     from ov_circuits.report.tables import to_json
     from ov_circuits.scores.board import scoreboard
+    from ov_circuits.scores.saved import forget
 
     opened = _open(model, view, revision, adapter)
     chosen = _score_names(scores)
@@ -331,8 +338,12 @@ def heads(
     sort = None if sort is None else sort_column(sort, opened)
     if names is not None and sort is not None and sort.removesuffix("_z") not in names:
         names.append(sort.removesuffix("_z"))
-    with _table(output, opened) as write:
-        frame = sort_heads(scoreboard(opened, chosen, nulls=nulls, source=source), sort, ascending)
+    score = distributed.scoreboard if distributed.launched() else scoreboard
+    with _table(output if distributed.is_first() else None, opened) as write:
+        scored = score(opened, chosen, nulls=nulls, source=source, resume=output, keep=True)
+        if scored is None:  # another process has the table
+            return
+        frame = sort_heads(scored, sort, ascending)
         frame = frame if top is None else frame.head(top)
         write(frame)
     if as_json:
@@ -340,6 +351,7 @@ def heads(
     elif output is None:
         print_heads(frame, opened, names, sort)
     if output is not None:
+        forget(output)  # only now: the file is written
         note(f"{output}: {len(frame)} heads, {len(frame.columns)} columns, view {opened.view}")
 
 
@@ -620,10 +632,19 @@ def scan(
 
 
 @app.command(
-    epilog=_examples("ov-circuits inspect gpt2", "ov-circuits inspect Meta-Llama-3-8B/config.json --json"),
+    epilog=_examples("ov-circuits inspect gpt2", "ov-circuits inspect Meta-Llama-3-8B/config.json --plan"),
 )
 def inspect(
     model: ModelArgument = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="What the scoreboard will cost: operations, time, memory.")
+    ] = False,
+    gflops: Annotated[
+        float | None,
+        typer.Option(
+            "--gflops", min=1e-3, show_default=False, help="With --plan: float64 GFLOP/s of a core. Default: measured."
+        ),
+    ] = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
     as_json: JsonOption = False,
@@ -642,10 +663,14 @@ def inspect(
         found, stored = census(opened.source.checkpoint.config, opened.source.checkpoint.where), opened
         label = opened.name
     facts = checkpoint_facts(label, found, stored)
+    if plan:
+        facts["plan"] = cost_facts(found, stored, gflops)
     if as_json:
         print_json(facts)
     else:
         print_checkpoint(facts)
+        if plan:
+            print_plan(facts["plan"])
 
 
 @app.command(

@@ -46,6 +46,7 @@ from ov_circuits.folding import (
     fold_writer,
 )
 from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich, gram
+from ov_circuits.linalg.rows import Rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
 # How many layers' attention weights stay in memory, as float32.
 _CACHED_LAYERS = 3
+# Embeddings up to this size in float32 are kept in memory; larger ones are read anew, in blocks, by whoever needs them.
+HELD_EMBEDDING_BYTES = 512 * 2**20
 
 _LABEL = re.compile(r"(?:L([0-9]{1,6})H([0-9]{1,6})|([0-9]{1,6})\.([0-9]{1,6}))", re.IGNORECASE)
 
@@ -134,11 +137,14 @@ class Layer:
                 found &= self.per_query_head(tensor.isfinite().flatten(1).all(1))
         return found
 
-    @cached_property
+    @property
     def finite_part(self) -> Layer:
         """The layer with all that is not finite set to zero, so that decompositions do not fail for the other heads."""
-        if bool(self.finite_heads.all()):
-            return self
+        # Not cached where it is the layer itself: a layer that holds itself stays until Python looks for cycles.
+        return self if bool(self.finite_heads.all()) else self._zeroed
+
+    @cached_property
+    def _zeroed(self) -> Layer:
         names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
         tensors = {name: getattr(self, name) for name in names}
         zeroed = {n: t.nan_to_num(0.0, 0.0, 0.0) for n, t in tensors.items() if t is not None}
@@ -257,6 +263,15 @@ class Model:
             raise CircuitsError(f"{self.name} has no layer {index!r}: it has layers 0 to {self.n_layers - 1}")
         return self._source.layer(operator.index(index), self.view)
 
+    def layer_part(self, index: int, heads: range) -> Layer:
+        """Some query heads of a layer, and the key/value heads they use. Only their rows and columns are read; nothing is kept.
+
+        Args:
+            index: the layer.
+            heads: consecutive query heads: whole groups, or part of one.
+        """
+        return self._source.read_layer(index, self.view, heads)
+
     def layers(self) -> Iterator[Layer]:
         """All layers in order, one at a time."""
         return (self.layer(index) for index in range(self.n_layers))
@@ -292,9 +307,20 @@ class Model:
     # -- embedding and unembedding ------------------------------------------------------------------------------------
 
     @cached_property
+    def embedding(self) -> Rows:
+        """W_E [n_vocab, d_model], met in blocks of rows: what scores use, whatever the size of the vocabulary."""
+        return self._source.embedding_rows.map(lambda rows: fold_writer(rows, self.view))
+
+    @cached_property
+    def unembedding(self) -> Rows:
+        """W_U^T [n_vocab, d_model], met in blocks of rows; ``model.unembedding.mT`` stands for W_U in products."""
+        gain = self._source.final_gain
+        return self._source.unembedding_rows.map(lambda rows: fold_reader(rows.mT, gain, self.view).mT)
+
+    @cached_property
     def W_E(self) -> Float[Tensor, "n_vocab d_model"]:
-        """Token embeddings as they enter the stream, [n_vocab, d_model]: times Gemma's or Granite's factor, after BLOOM's norm."""
-        return fold_writer(self._source.embedding, self.view)
+        """W_E whole in memory, [n_vocab, d_model]: times Gemma's or Granite's factor, after BLOOM's norm."""
+        return self.embedding.tensor()
 
     @cached_property
     def W_pos(self) -> Float[Tensor, "n_ctx d_model"] | None:
@@ -304,14 +330,17 @@ class Model:
 
     @cached_property
     def W_U(self) -> Float[Tensor, "d_model n_vocab"]:
-        """Unembedding [d_model, n_vocab]; a factor on all logits (Cohere, Granite) is not in it."""
-        return fold_reader(self._source.unembedding, self._source.final_gain, self.view)
+        """Unembedding [d_model, n_vocab], whole in memory; a factor on all logits (Cohere, Granite) is not in it."""
+        return self.unembedding.tensor().mT
 
     @cached_property
     def b_U(self) -> Float[Tensor, " n_vocab"] | None:
         """The unembedding's bias (Phi, GPT-J) and, unless raw, the final norm's seen through it, [n_vocab]; None without either."""
         s = self._source
-        return fold_reader_bias(s.unembedding_bias, s.unembedding, s.final_bias, self.view)
+        if self.view == "raw" or s.final_bias is None:
+            return s.unembedding_bias
+        added = s.unembedding_rows @ s.final_bias.double()
+        return (added if s.unembedding_bias is None else s.unembedding_bias + added).to(s.final_bias)
 
     @cached_property
     def grams(self) -> Grams:
@@ -339,7 +368,7 @@ class Model:
 
     def full_ov(self, layer: int) -> Sandwich:
         """A layer's full OV circuits W_E W_V W_O W_U, [n_heads, n_vocab, n_vocab], never formed."""
-        return Sandwich(self.W_E, self.layer(layer).ov, self.W_U, self.grams)
+        return Sandwich(self.embedding, self.layer(layer).ov, self.unembedding.mT, self.grams)
 
     # -- text -----------------------------------------------------------------------------------------------------------
 
@@ -495,6 +524,7 @@ class Source:
             checkpoint.store, self.family, self.architecture, checkpoint.config, checkpoint.where
         )
         self._layers: OrderedDict[tuple[int, View], Layer] = OrderedDict()
+        self._held: dict[str, Tensor] = {}
         self._lock = threading.Lock()
 
     def layer(self, index: int, view: View) -> Layer:
@@ -502,14 +532,18 @@ class Source:
         key = (index, view)
         with self._lock:  # layers are scored side by side
             if key not in self._layers:
-                self._layers[key] = self._read_layer(index, view)
+                self._layers[key] = self.read_layer(index, view, range(self.architecture.n_heads))
                 while len(self._layers) > _CACHED_LAYERS:
                     self._layers.popitem(last=False)
             self._layers.move_to_end(key)
             return self._layers[key]
 
-    def _read_layer(self, index: int, view: View) -> Layer:
+    def read_layer(self, index: int, view: View, heads: range) -> Layer:
+        """A layer with some of its query heads, in a view; see :meth:`Model.layer_part`."""
         a, family = self.architecture, self.family
+        kv_heads = range(heads.start // a.group_size, (heads.stop - 1) // a.group_size + 1)
+        if len(heads) % len(kv_heads) or (len(kv_heads) > 1 and len(heads) != len(kv_heads) * a.group_size):
+            raise ValueError(f"heads {heads} are neither whole groups of {a.group_size} nor part of one")
         store = ReadOnce(self.store)  # a fused qkv is one tensor for three projections
         norm = self.norm(family.attention_norm, index)
         q_norm, k_norm = (
@@ -517,27 +551,33 @@ class Source:
             self._qk_norm(family.k_norm, index, a.n_kv_heads),
         )
 
-        def reader(role: Role, heads: int, qk_norm: QKNorm | None = None) -> tuple[Tensor, Tensor | None]:
+        q_norm, k_norm = _part_of_norm(q_norm, heads), _part_of_norm(k_norm, kv_heads)
+
+        def slots(heads: range) -> slice:
+            """Where these heads lie among the concatenated ones."""
+            return slice(heads.start * a.d_head, heads.stop * a.d_head)
+
+        def reader(role: Role, heads: range, qk_norm: QKNorm | None = None) -> tuple[Tensor, Tensor | None]:
             """A reading matrix split into heads, its norms folded in as the view says."""
             projection = family.projections[role]
-            matrix = projection.weight(store, index, a)
+            matrix = projection.part_of_weight(store, index, a, outputs=slots(heads))
             bias = projection.bias(store, index, a)
-            W = rearrange(matrix, "d_model (head d_head) -> head d_model d_head", head=heads)
-            b = None if bias is None else rearrange(bias, "(head d_head) -> head d_head", head=heads)
+            W = rearrange(matrix, "d_model (head d_head) -> head d_model d_head", head=len(heads))
+            b = None if bias is None else rearrange(bias[slots(heads)], "(head d_head) -> head d_head", head=len(heads))
             b = fold_reader_bias(b, W, norm.bias, view)
             W = fold_qk_norm(fold_reader(W, norm.gain, view), qk_norm, view)
             return W, None if b is None else fold_qk_norm(b, qk_norm, view)
 
-        W_Q, b_Q = reader("Q", a.n_heads, q_norm)
-        W_K, b_K = reader("K", a.n_kv_heads, k_norm)
-        W_V, b_V = reader("V", a.n_kv_heads)
+        W_Q, b_Q = reader("Q", heads, q_norm)
+        W_K, b_K = reader("K", kv_heads, k_norm)
+        W_V, b_V = reader("V", kv_heads)
         output, post_gain = family.projections["O"], None
         if family.attention_post_norm is not None:
             post_gain = self.norm(family.attention_post_norm, index).gain
-        matrix, b_O = output.weight(store, index, a), output.bias(store, index, a)
+        matrix, b_O = output.part_of_weight(store, index, a, inputs=slots(heads)), output.bias(store, index, a)
         if a.residual_scale != 1:
             matrix, b_O = matrix * a.residual_scale, None if b_O is None else b_O * a.residual_scale
-        W_O = rearrange(matrix, "(head d_head) d_model -> head d_head d_model", head=a.n_heads)
+        W_O = rearrange(matrix, "(head d_head) d_model -> head d_head d_model", head=len(heads))
         return Layer(
             index=index,
             W_Q=W_Q,
@@ -643,26 +683,48 @@ class Source:
         f = self.family
         parts = [part for part in (f.embed, f.unembed, f.final_norm, f.embed_norm) if part is not None]
         for name in [f"{part}.{kind}" for part in parts for kind in ("weight", "bias")]:
-            if name in self.store and not bool(self.store.read(name).isfinite().all()):
+            if name in self.store and not self._is_finite(name):
                 return f"tensor {name} in {self.store.origin(name)} holds NaN or infinity"
         return None
 
-    @cached_property
-    def embedding(self) -> Tensor:
-        """W_E [n_vocab, d_model], what enters the stream: stored rows times the family's factor, or after its norm (BLOOM)."""
-        stored, scale = self._stored_embedding, self.architecture.embed_scale
-        if self.family.embed_norm is not None:
-            stored = self.norm(self.family.embed_norm)(stored)
-        return stored if scale == 1 else stored * scale
+    def _is_finite(self, name: str) -> bool:
+        if len(self.store.shape(name)) == 1:
+            return bool(self.store.read(name).isfinite().all())
+        return all(bool(block.isfinite().all()) for _, block in self._rows(name).blocks())
+
+    def _rows(self, name: str) -> Rows:
+        """A matrix of the file in blocks of rows; a small one is read once and kept."""
+        if name in self._held:
+            return Rows.of(self._held[name])
+        if name not in self.store:
+            self._need(name)
+        n, d = self.store.shape(name)
+        if 4 * n * d > HELD_EMBEDDING_BYTES and self.store.reads_parts:
+            return Rows((n, d), lambda rows: self.store.read(name, (rows,)))
+        return Rows.of(self._held.setdefault(name, self.store.read(name)))
 
     @cached_property
-    def _stored_embedding(self) -> Tensor:
-        return self._need(f"{self.family.embed}.weight")
+    def embedding_rows(self) -> Rows:
+        """W_E [n_vocab, d_model], what enters the stream, in blocks: stored rows times the family's factor, or after its norm."""
+        stored, scale = self._rows(f"{self.family.embed}.weight"), self.architecture.embed_scale
+        if self.family.embed_norm is not None:
+            stored = stored.map(self.norm(self.family.embed_norm))
+        return stored if scale == 1 else stored.map(lambda rows: rows * scale)
+
+    @cached_property
+    def unembedding_rows(self) -> Rows:
+        """W_U^T [n_vocab, d_model] as stored, in blocks of rows; with tied weights, the stored embedding."""
+        return self._rows(f"{self.family.embed if self.tied else self.family.unembed}.weight")
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        """W_E [n_vocab, d_model], what enters the stream, whole in memory."""
+        return self.embedding_rows.tensor()
 
     @cached_property
     def unembedding(self) -> Tensor:
-        """W_U [d_model, n_vocab] as stored; with tied weights, the stored embedding transposed."""
-        return self._stored_embedding.mT if self.tied else self._need(f"{self.family.unembed}.weight").mT
+        """W_U [d_model, n_vocab] as stored, whole in memory; with tied weights, the stored embedding transposed."""
+        return self.unembedding_rows.tensor().mT
 
     @cached_property
     def unembedding_bias(self) -> Tensor | None:
@@ -688,7 +750,8 @@ class Source:
         name = f"{self.family.unembed}.weight"
         if not self.architecture.tied or name not in self.store:
             return self.architecture.tied
-        return torch.equal(self.store.read(name), self._stored_embedding)
+        stored = self._rows(f"{self.family.embed}.weight")
+        return all(torch.equal(stored[rows], block) for rows, block in self._rows(name).blocks())
 
     @cached_property
     def position_embedding(self) -> Tensor | None:
@@ -714,12 +777,17 @@ class Source:
     @cached_property
     def raw_grams(self) -> Grams:
         """The three Gram matrices of embedding and unembedding; one product when one is a multiple of the other."""
-        U = self.unembedding.mT
+        return self.gram_part(0, self.architecture.n_vocab)
+
+    def gram_part(self, start: int, stop: int) -> Grams:
+        """What tokens ``start`` to ``stop`` add to :attr:`raw_grams`; in one pass over their rows for each of the three."""
+        U = self.unembedding_rows.part(start, stop)
         write = gram(U)
         if self.tied and self.family.embed_norm is None:
             scale = self.architecture.embed_scale
             return Grams(write, write, write) if scale == 1 else Grams(write * scale**2, write, write * scale)
-        return Grams(gram(self.embedding), write, gram(U, self.embedding))
+        E = self.embedding_rows.part(start, stop)
+        return Grams(gram(E), write, gram(U, E))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -733,6 +801,14 @@ class Source:
             return self.tokenizer is not None
         except MissingTokenizer:  # a broken one is said
             return False
+
+
+def _part_of_norm(norm: QKNorm | None, heads: range) -> QKNorm | None:
+    """Some heads' part of a norm of queries or keys; all that folding needs."""
+    if norm is None or len(heads) == len(norm.gain):
+        return norm
+    part = slice(heads.start, heads.stop)
+    return replace(norm, gain=norm.gain[part], bias=None if norm.bias is None else norm.bias[part])
 
 
 def _centre_both(matrix: Tensor) -> Tensor:

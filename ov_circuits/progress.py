@@ -18,3 +18,8 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
     from rich.progress import track as rich_track
 
     yield from rich_track(items, description, total=total, console=Console(stderr=True), transient=True)
+
+
+def say(text: str) -> None:
+    """A sentence on standard error, for what a user must know of a long run."""
+    print(text, file=sys.stderr, flush=True)

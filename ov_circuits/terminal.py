@@ -116,6 +116,54 @@ def _holdings(model: Model) -> str:
     return f"{source.store.n_parameters:,} numbers, stored as {dtypes}; {len(missing)} tensors are absent ({missing[0]}, ..)"
 
 
+def cost_facts(found: Census, stored: Model | None, gflops: float | None) -> dict[str, Any]:
+    """What the scoreboard of a model will cost on this machine (or on one of so many GFLOP/s a core)."""
+    import torch
+
+    from ov_circuits.folding import default_view
+    from ov_circuits.scores.plan import Plan, machine_rate, plan_facts
+
+    view = default_view(found.architecture) if stored is None else stored.view
+    plan = Plan(found.architecture, view, embeddings=stored is None or stored.source.contents.embeddings)
+    return plan_facts(plan, machine_rate() if gflops is None else gflops * 1e9, torch.get_num_threads())
+
+
+def print_plan(facts: dict[str, Any]) -> None:
+    """What :func:`cost_facts` found."""
+    together = facts["all_spectra_together"]
+    parts = facts["scores"] | facts["over_vocabulary"] | {"all spectra together": together}
+    rows = [
+        (
+            name,
+            f"{cost['once']:.2g}",
+            f"{cost['per_head']:.2g}",
+            f"{cost['operations']:.3g}",
+            _time(cost["cpu_seconds"]),
+        )
+        for name, cost in parts.items()
+    ]
+    title = (
+        f"Plan: {facts['heads']} heads, view {facts['view']}, {facts['gflops_per_core']:.0f} GFLOP/s a core in float64"
+    )
+    _print_table(title, ("score", "once", "a head", "operations", "one core"), rows, "lrrrr")
+    memory = facts["memory"]
+    lines = (
+        f"All spectra on {facts['threads']} thread{'s' * (facts['threads'] > 1)}: {_time(together['seconds'])}.",
+        f"Memory above the imports: {memory['peak'] / 1e9:.2f} GB = {memory['held'] / 1e9:.2f} held + "
+        f"{memory['work'] / 1e9:.2f} at work. {facts['memory_formula']}.",
+    )
+    for line in lines:
+        stdout().print(line, highlight=False, markup=False)
+
+
+def _time(seconds: int | float) -> str:
+    """In the unit that reads best."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
 def print_checkpoint(facts: dict[str, Any]) -> None:
     """What :func:`checkpoint_facts` found."""
     output = facts["W_O"]

@@ -74,13 +74,16 @@ class ShardedStore(TensorStore):
         return str(self._folder / self._shards[name])
 
     def _read(self, name: str) -> Tensor:
+        return self._read_part(name, ())
+
+    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         shard = self._shards[name]
         if self._here(name) is None:
             self._bring(shard)
         store = self._here(name)
         if store is None:
             raise CircuitsError(f"the shard {shard} is not in {self._folder}, though it was just brought: try again")
-        return store._read(name)
+        return store._read_part(name, part) if part else store._read(name)
 
     def _here(self, name: str) -> SafetensorsStore | None:
         """The open shard of a tensor, if it is on this machine."""

@@ -178,6 +178,22 @@ class Projection:
         matrix = stored if self.stored_in_out else stored.mT
         return matrix if self.part is None else self.part.take(matrix, a)
 
+    def part_of_weight(
+        self,
+        store: TensorStore,
+        layer: int,
+        a: Architecture,
+        inputs: slice = slice(None),
+        outputs: slice = slice(None),
+    ) -> Tensor:
+        """Some rows and columns of :meth:`weight`. Where the projection is a tensor of its own, only they are read."""
+        if self.part is not None:
+            return self.weight(store, layer, a)[inputs, outputs]
+        matrix = store.read(
+            f"{self.name.format(layer=layer)}.weight", (inputs, outputs) if self.stored_in_out else (outputs, inputs)
+        )
+        return matrix if self.stored_in_out else matrix.mT
+
     def bias(self, store: TensorStore, layer: int, a: Architecture) -> Tensor | None:
         """The bias along the outputs; None when the file has none."""
         name = f"{self.name.format(layer=layer)}.bias"

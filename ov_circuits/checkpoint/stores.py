@@ -33,6 +33,11 @@ _LARGEST_JSON = 32 * 2**20
 class TensorStore(ABC):
     """Named tensors that are read one at a time."""
 
+    @property
+    def reads_parts(self) -> bool:
+        """Whether reading a part of a tensor costs no more than that part."""
+        return True
+
     @abstractmethod
     def names(self) -> Sequence[str]:
         """The tensors' names, in the file's order."""
@@ -53,13 +58,17 @@ class TensorStore(ABC):
     def _read(self, name: str) -> Tensor:
         """The tensor as stored."""
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as float32.
+    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Some rows (and columns) of the tensor as stored; stores that can read them alone do."""
+        return self._read(name)[part]
+
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor as float32, or the part of it that a slice for each leading dimension chooses.
 
         Raises:
             CircuitsError: the tensor is not of a plain floating type, or its data is damaged.
         """
-        tensor = self._read(name)
+        tensor = self._read_part(name, part) if part else self._read(name)
         # float8 numbers mean nothing without the scales that lie beside them under other names.
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise CircuitsError(
@@ -121,12 +130,17 @@ class SafetensorsStore(TensorStore):
         return str(self._handles[name][1])
 
     def _read(self, name: str) -> Tensor:
-        from safetensors import SafetensorError
+        return self._read_part(name, ())
 
-        handle, file = self._handles[name]
+    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        file = self._handles[name][1]
         try:
-            return handle.get_tensor(name)
-        except (SafetensorError, RuntimeError) as error:
+            # Mapped anew for each tensor: what a mapping has read counts as this process's memory for as long as it lives.
+            handle = safe_open(str(file), framework="pt")
+            return handle.get_slice(name)[part] if part else handle.get_tensor(name)
+        except (SafetensorError, RuntimeError, OSError) as error:
             raise CircuitsError(f"tensor {name} in {file} cannot be read ({error}): copy the file again") from error
 
 
@@ -340,6 +354,10 @@ class Recipe:
 class RecipeStore(TensorStore):
     """Tensors that are made when they are read."""
 
+    @property
+    def reads_parts(self) -> bool:
+        return False
+
     def __init__(self, recipes: Mapping[str, Recipe]) -> None:
         self._recipes = dict(recipes)
 
@@ -365,6 +383,10 @@ class RenamedStore(TensorStore):
     def __init__(self, store: TensorStore, names: Mapping[str, str]) -> None:
         self._store, self._map = store, dict(names)
 
+    @property
+    def reads_parts(self) -> bool:
+        return self._store.reads_parts
+
     def names(self) -> Sequence[str]:
         return list(self._map)
 
@@ -379,6 +401,9 @@ class RenamedStore(TensorStore):
 
     def _read(self, name: str) -> Tensor:
         return self._store._read(self._map[name])
+
+    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        return self._store._read_part(self._map[name], part)
 
 
 class ReadOnce(TensorStore):
@@ -404,6 +429,9 @@ class ReadOnce(TensorStore):
         if name not in self._read_tensors:
             self._read_tensors[name] = self._store.read(name)
         return self._read_tensors[name]
+
+    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        return self._read_tensors[name][part] if name in self._read_tensors else self._store.read(name, part)
 
 
 def read_shard_index(index: Path) -> list[Path]:

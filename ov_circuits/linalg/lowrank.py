@@ -23,6 +23,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ov_circuits.linalg.rows import Columns, Rows
+
 
 @dataclass(frozen=True)
 class Entries:
@@ -270,6 +272,16 @@ class Grams:
     cross: Tensor
 
     @cached_property
+    def read_half(self) -> Tensor:
+        """T, upper triangular, with T + T^T = E^T E."""
+        return _half(self.read)
+
+    @cached_property
+    def write_half(self) -> Tensor:
+        """T, upper triangular, with T + T^T = U U^T."""
+        return _half(self.write)
+
+    @cached_property
     def read_root(self) -> Tensor:
         """R with R^T R = E^T E."""
         return root_of_gram(self.read)
@@ -279,6 +291,12 @@ class Grams:
         """R with R^T R = U U^T."""
         return root_of_gram(self.write)
 
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Grams:
+        """The same with every matrix changed; one that stands for several is changed once."""
+        distinct = {id(matrix): matrix for matrix in (self.read, self.write, self.cross)}
+        done = {key: change(matrix) for key, matrix in distinct.items()}
+        return Grams(*(done[id(matrix)] for matrix in (self.read, self.write, self.cross)))
+
 
 class Sandwich(LowRank):
     """E (A B) U for long E [n, d] and U [d, m] whose Gram matrices are known: a full OV circuit.
@@ -286,7 +304,7 @@ class Sandwich(LowRank):
     Spectra cost d x d products with the shared :class:`Grams`; neither E A nor B U is formed for them.
     """
 
-    def __init__(self, outer_left: Tensor, inner: LowRank, outer_right: Tensor, grams: Grams) -> None:
+    def __init__(self, outer_left: Tensor | Rows, inner: LowRank, outer_right: Tensor | Columns, grams: Grams) -> None:
         self._outer_left, self._inner, self._outer_right, self._grams = outer_left, inner, outer_right, grams
         self._repeats = inner._repeats
 
@@ -328,7 +346,7 @@ class Sandwich(LowRank):
     def root_left(self) -> Tensor:
         """Of E A, by way of E^T E: the Gram matrix squares E's condition number, but not A's."""
         A = self._distinct(self._inner.left).double()
-        gram = _congruence(A.mT, self._grams.read)
+        gram = _congruence(A.mT, self._grams.read_half)
         return self._repeated(_root(gram, lambda: self._grams.read_root @ A, self._outer_left.shape[0]))
 
     @cached_property
@@ -336,7 +354,7 @@ class Sandwich(LowRank):
         """Of B U, by way of U U^T."""
         B = self._inner.right.double()
         return _root(
-            _congruence(B, self._grams.write), lambda: self._grams.write_root @ B.mT, self._outer_right.shape[1]
+            _congruence(B, self._grams.write_half), lambda: self._grams.write_root @ B.mT, self._outer_right.shape[1]
         )
 
     @cached_property
@@ -377,12 +395,18 @@ def _root(gram: Tensor, factor: Callable[[], Tensor], n: int) -> Tensor:
     return torch.linalg.qr(factor(), mode="r").R
 
 
-def _congruence(F: Tensor, G: Tensor, blocks: int = 8) -> Tensor:
-    """F G F^T for F [..., r, d] and symmetric G [d, d]: X + X^T with X = F T F^T, T the upper triangle with half the diagonal.
+def _half(G: Tensor) -> Tensor:
+    """The upper triangle of a symmetric matrix, with half the diagonal: T with T + T^T = G."""
+    T = G.triu()
+    T.diagonal().div_(2)
+    return T
+
+
+def _congruence(F: Tensor, T: Tensor, blocks: int = 8) -> Tensor:
+    """F G F^T for F [..., r, d] and symmetric G = T + T^T [d, d]: X + X^T with X = F T F^T, T upper triangular.
 
     T is gone through in blocks of columns, down to the diagonal: with eight of them, 9/16 of the work.
     """
-    T = G.triu(1) + torch.diag(G.diagonal() / 2)
     rows = F.reshape(-1, F.shape[-1])
     half = F.new_zeros(*F.shape[:-1], F.shape[-2])
     width = -(-F.shape[-1] // blocks)
@@ -398,13 +422,13 @@ def root_of_gram(gram: Tensor) -> Tensor:
     return values.clamp(min=0).sqrt().unsqueeze(-1) * vectors.mT
 
 
-def _blocked_product(long: Tensor, small: Tensor, block: int = 8192) -> Tensor:
+def _blocked_product(long: Tensor | Rows, small: Tensor, block: int = 1024) -> Tensor:
     """``long @ small`` in float64 without a float64 copy of ``long``."""
     parts = [long[start : start + block].double() @ small for start in range(0, long.shape[0], block)]
     return torch.cat(parts, dim=-2)
 
 
-def gram(matrix: Tensor, other: Tensor | None = None, block: int = 1024) -> Tensor:
+def gram(matrix: Tensor | Rows, other: Tensor | Rows | None = None, block: int = 1024) -> Tensor:
     """``matrix^T other`` (``other`` defaults to ``matrix``) over the long first dimension, accumulated in float64 by blocks."""
     symmetric = other is None or other is matrix
     other = matrix if other is None else other

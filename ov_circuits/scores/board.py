@@ -8,7 +8,8 @@ also a function of its name in :mod:`ov_circuits.scores`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -25,23 +26,30 @@ from ov_circuits.model import Head, Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
 from ov_circuits.scores.chance import NULL_NOTES, Circuits, Draws, LayerDraws, NullKind
-from ov_circuits.scores.directions import directions
-from ov_circuits.scores.vocabulary import NULL_NOTE, VocabularyScore, vocabulary_columns, vocabulary_scores
+from ov_circuits.scores.directions import token_ends
+from ov_circuits.scores.pieces import Piece, chunks, most_side_by_side, piece_bytes, pieces
+from ov_circuits.scores.saved import SavedPieces, forget
+from ov_circuits.scores.vocabulary import NULL_NOTE, VocabularyColumns, VocabularyScore, vocabulary_scores
 from ov_circuits.words import token_list
 
 
 class LayerCircuits:
-    """One layer's circuits, each built once for all scores that ask for it. Heads that are not finite stand as zeros."""
+    """One layer's circuits (or some heads' of it), each built once for all scores that ask for it.
 
-    def __init__(self, model: Model, layer: int) -> None:
+    Heads that are not finite stand as zeros.
+    """
+
+    def __init__(self, model: Model, layer: int, heads: range | None = None) -> None:
         self.model = model
-        self.weights: Layer = model.layer(layer).finite_part
+        weights = model.layer(layer) if heads is None else model.layer_part(layer, heads)
+        self.finite = weights.finite_heads
+        self.weights: Layer = weights.finite_part
         self.ov: LowRank = self.weights.ov
         self.qk: LowRank = self.weights.qk
 
     @cached_property
     def full_ov(self) -> LowRank:
-        return Sandwich(self.model.W_E, self.ov, self.model.W_U, self.model.grams)
+        return Sandwich(self.model.embedding, self.ov, self.model.unembedding.mT, self.model.grams)
 
     @property
     def value_bias(self) -> Tensor:
@@ -241,6 +249,8 @@ def scoreboard(
     nulls: bool = True,
     source: str = "embed",
     seed: int = 0,
+    resume: str | os.PathLike[str] | None = None,
+    keep: bool = False,
 ) -> Scoreboard:
     """Weight-only scores of every head.
 
@@ -254,6 +264,10 @@ def scoreboard(
         source: the source embedding of rank copying (:mod:`ov_circuits.scores.sources`); IOI and relation scores have their
             papers' own.
         seed: of the nulls' random rotations.
+        resume: the file that the board is meant for. Finished layers are kept beside it (in ``.NAME.parts``) until
+            all are done: stopped in whatever way and started again with the same arguments, the run goes on. The file
+            itself is not written.
+        keep: with ``resume``: keep finished layers even when all are done, until :func:`ov_circuits.scores.saved.forget`.
 
     Returns:
         One row a head in layer-major order: ``head``, ``layer``, ``index``, ``kv_head``, the scores, each followed by
@@ -264,41 +278,159 @@ def scoreboard(
         are ``not_finite``: their weights hold NaN or infinity, so their scores are NaN.
 
     Raises:
-        CircuitsError: an unknown score or source, or a named score that the checkpoint does not allow.
+        CircuitsError: an unknown score or source, or a named score that the checkpoint does not allow; with ``resume``:
+            finished layers cannot be written there.
     """
-    by_layer, over_vocabulary = _chosen(model, scores)
-    tokens = tokens if model.has_embeddings else 0
-    draws = Draws(model, seed=seed) if nulls and by_layer else None
-    parts, not_finite = [], []
-    if any(score.needs_embeddings for score in by_layer):
-        _ = model.grams, model.W_E, model.W_U  # shared by all layers: made once, before they run side by side
-    layers = side_by_side(
-        partial(_layer_frame, model, chosen=by_layer, tokens=tokens, draws=draws), range(model.n_layers)
-    )
-    for frame_of_layer, finite in track(layers, "Scoring heads", total=model.n_layers):
-        parts.append(frame_of_layer)
-        not_finite += [head for head, ok in zip(frame_of_layer["head"], finite, strict=True) if not ok]
-    frame = pd.concat(parts, ignore_index=True)
-    left_out = _left_out(model) if scores is None or scores == "all" else {}
-    if over_vocabulary:
-        columns, why_not = vocabulary_columns(model, over_vocabulary, source, nulls)
-        if why_not and scores != "all":
-            raise CircuitsError(next(iter(why_not.values())))
-        frame = pd.concat([frame, columns], axis=1)
-        left_out |= why_not
-    known = all_scores()
-    shown = [key for key in known if key in frame]
-    frame = Scoreboard(frame)
-    frame.attrs = {
-        "model": model.name,
-        "view": model.view,
-        "source_embedding": source,
-        "sources": {key: known[key].source for key in shown},
-        "nulls": {key: null_note(key) for key in shown} if nulls else {},
-        "not_finite": not_finite,
-        "left_out": left_out,
-    }
+    board = Board(model, scores, tokens, nulls=nulls, source=source, seed=seed)
+    work = pieces(model.architecture)
+    saved = None if resume is None else board.saved(resume)
+    if saved is not None:
+        saved.announce(work)
+    frame = board.frame(board.parts(work, saved))
+    if resume is not None and not keep:
+        forget(resume)
     return frame
+
+
+class Board:
+    """A scoreboard in pieces, each computed on its own: in any order, in any process, today or tomorrow.
+
+    Arguments and errors as of :func:`scoreboard`; all that can be refused is refused here.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        scores: Sequence[str] | str | None = None,
+        tokens: int = 5,
+        *,
+        nulls: bool = True,
+        source: str = "embed",
+        seed: int = 0,
+    ) -> None:
+        self.model, self.nulls, self.source, self.seed = model, nulls, source, seed
+        self.tokens = tokens if model.has_embeddings else 0
+        self.by_layer, self.over_vocabulary = _chosen(model, scores)
+        self.left_out = _left_out(model) if scores is None or scores == "all" else {}
+        self._vocabulary = None
+        if self.over_vocabulary:
+            self._vocabulary = VocabularyColumns(model, self.over_vocabulary, source, nulls)
+            why_not = self._vocabulary.why_not
+            if why_not and scores != "all":
+                raise CircuitsError(next(iter(why_not.values())))
+            self.left_out |= why_not
+
+    @cached_property
+    def _draws(self) -> Draws | None:
+        """The nulls' rotations; with them, what all pieces share is made before they run side by side."""
+        if self.needs_grams:
+            _ = self.model.grams.read_half, self.model.grams.write_half
+        wanted = self.nulls and self.by_layer
+        return Draws(self.model, seed=self.seed, vocabulary=self.needs_grams) if wanted else None
+
+    @property
+    def needs_grams(self) -> bool:
+        """Whether the Gram matrices of the embeddings are asked for."""
+        return any(score.needs_embeddings for score in self.by_layer)
+
+    @property
+    def most_side_by_side(self) -> int:
+        """How many pieces may be worked on at a time, for their memory; makes what they share."""
+        _ = self._draws
+        a = self.model.architecture
+        return most_side_by_side(a, piece_bytes(a, self.tokens > 0, self._vocabulary is not None))
+
+    def saved(self, target: str | os.PathLike[str]) -> SavedPieces:
+        """The pieces of this very board that an earlier run has finished; see :mod:`ov_circuits.scores.saved`."""
+        scores = [score.key for score in self.by_layer]
+        arguments = dict(
+            scores=scores,
+            over_vocabulary=self.over_vocabulary,
+            tokens=self.tokens,
+            nulls=self.nulls,
+            source=self.source,
+        )
+        return SavedPieces(target, self.model, arguments | {"seed": self.seed})
+
+    def parts(self, work: list[Piece], saved: SavedPieces | None = None) -> Iterator[pd.DataFrame]:
+        """The rows of each piece in order, computed side by side, or read where an earlier run has saved them."""
+        compute = self.rows if saved is None else partial(saved.rows, compute=self.rows)
+        finished = 0 if saved is None else len(saved.finished(work))
+        # What all pieces share is made before they run side by side, unless nothing is left to do.
+        most = self.most_side_by_side if finished < len(work) else None
+        yield from track(side_by_side(compute, work, most), "Scoring heads", total=len(work))
+
+    def rows(self, piece: Piece) -> pd.DataFrame:
+        """One row a head of a piece, and ``finite``: whether its weights are."""
+        found = [self._spectra(piece.layer, heads) for heads in chunks(self.model.architecture, piece.heads)]
+        frame = pd.concat([part.columns for part in found], ignore_index=True)
+        if self.tokens:
+            U, V = (torch.cat([getattr(part, side) for part in found]) for side in ("U", "V"))
+            ends = token_ends(self.model, U, V, self.tokens)
+            sides = (ends[0].plus, ends[1].plus, ends[0].minus, ends[1].minus)
+            for name, ids in zip(TOKEN_COLUMNS, sides, strict=True):
+                frame[name] = [
+                    token_list(self.model, row) if ok else []
+                    for row, ok in zip(ids[:, 0].tolist(), frame["finite"], strict=True)
+                ]
+        if self._vocabulary is not None:
+            frame = pd.concat([frame, self._vocabulary.of(piece.layer, piece.heads)], axis=1)
+        return frame
+
+    def frame(self, parts: Iterable[pd.DataFrame]) -> Scoreboard:
+        """The board, from the rows of all pieces in order."""
+        together = pd.concat(list(parts), ignore_index=True)
+        not_finite = list(together.loc[~together["finite"], "head"])
+        frame = Scoreboard(together.drop(columns="finite"))
+        known = all_scores()
+        shown = [key for key in known if key in frame]
+        frame.attrs = {
+            "model": self.model.name,
+            "view": self.model.view,
+            "source_embedding": self.source,
+            "sources": {key: known[key].source for key in shown},
+            "nulls": {key: null_note(key) for key in shown} if self.nulls else {},
+            "not_finite": not_finite,
+            "left_out": self.left_out,
+        }
+        return frame
+
+    def _spectra(self, layer: int, heads: range) -> _Spectra:
+        """The layer-by-layer scores of a few heads."""
+        circuits = LayerCircuits(self.model, layer, heads)
+        finite, draws, a = circuits.finite, self._draws, self.model.architecture
+        columns: dict[str, object] = {
+            "head": [f"{layer}.{index}" for index in heads],
+            "layer": layer,
+            "index": heads,
+            "kv_head": [index // a.group_size for index in heads],
+            "finite": finite.tolist(),
+        }
+        chance = None if draws is None else LayerDraws(draws, circuits.weights, circuits.ov, circuits.qk)
+        for score in self.by_layer:
+            value = score.compute(circuits).double().where(finite, torch.nan)
+            columns[score.key] = value.numpy()
+            if draws is not None and chance is not None:
+                kind = score.null
+                null = (
+                    chance.null(kind, score.compute, odd=score.diverging)
+                    if isinstance(kind, str)
+                    else kind(circuits, draws.seed)
+                )
+                columns[f"{score.key}_null_mean"] = null.mean.where(finite, torch.nan).numpy()
+                columns[f"{score.key}_z"] = null.z(value).numpy()
+        leading = circuits.ov.singular_pairs(1) if self.tokens else None
+        nothing = torch.empty(0)
+        return _Spectra(pd.DataFrame(columns), *((leading.U, leading.V) if leading else (nothing, nothing)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Spectra:
+    """Rows of a few heads, and their leading singular vectors [head, d_model, 1] where tokens are to be shown."""
+
+    columns: pd.DataFrame
+    U: Tensor
+    V: Tensor
 
 
 def all_scores() -> dict[str, Score | VocabularyScore]:
@@ -316,53 +448,13 @@ def null_note(key: str) -> str:
 
 def head_scores(head: Head, seed: int = 0) -> pd.Series:
     """One head's row of the board: the spectra, each with its null and z."""
-    model = head.model
-    draws = Draws(model, seed=seed)
-    frame, _ = _layer_frame(model, head.layer, _chosen(model, None)[0], tokens=0, draws=draws)
-    return frame.iloc[head.index]
+    rows = Board(head.model, tokens=0, seed=seed).rows(Piece(head.layer, range(head.index, head.index + 1)))
+    return rows.drop(columns="finite").iloc[0]
 
 
 def score_frame(key: str, model: Model, **options: Any) -> pd.DataFrame:
     """One score for every head: ``head, layer, index, kv_head``, the score, its null and z; options as of :func:`scoreboard`."""
     return scoreboard(model, [key], tokens=0, **options)
-
-
-def _layer_frame(
-    model: Model, layer: int, chosen: Sequence[Score], tokens: int, draws: Draws | None
-) -> tuple[pd.DataFrame, list[bool]]:
-    """One layer's rows, and which of its heads are finite."""
-    circuits = LayerCircuits(model, layer)
-    a = model.architecture
-    columns: dict[str, object] = {
-        "head": [f"{layer}.{index}" for index in range(a.n_heads)],
-        "layer": layer,
-        "index": range(a.n_heads),
-        "kv_head": [index // a.group_size for index in range(a.n_heads)],
-    }
-    finite = model.layer(layer).finite_heads
-    chance = None
-    if draws is not None:
-        chance = LayerDraws(draws, circuits.weights, circuits.ov, circuits.qk)
-    for score in chosen:
-        value = score.compute(circuits).double().where(finite, torch.nan)
-        columns[score.key] = value.numpy()
-        if draws is not None and chance is not None:
-            kind = score.null
-            null = (
-                chance.null(kind, score.compute, odd=score.diverging)
-                if isinstance(kind, str)
-                else kind(circuits, draws.seed)
-            )
-            columns[f"{score.key}_null_mean"] = null.mean.where(finite, torch.nan).numpy()
-            columns[f"{score.key}_z"] = null.z(value).numpy()
-    if tokens:
-        found = directions(model, layer, k=1, tokens=tokens)
-        ends = (found.reads.plus, found.writes.plus, found.reads.minus, found.writes.minus)
-        for name, ids in zip(TOKEN_COLUMNS, ends, strict=True):
-            columns[name] = [
-                token_list(model, row) if ok else [] for row, ok in zip(ids[:, 0].tolist(), finite, strict=True)
-            ]
-    return pd.DataFrame(columns), finite.tolist()
 
 
 def _chosen(model: Model, names: Sequence[str] | str | None) -> tuple[list[Score], list[str]]:

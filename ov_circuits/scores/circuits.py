@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
-from ov_circuits.model import Head, Model
+from ov_circuits.linalg.rows import Rows
+from ov_circuits.model import Head, Layer, Model
 from ov_circuits.progress import track
 
 
@@ -63,6 +65,20 @@ def circuits(model: Model, heads: Sequence[str] | None = None, each: bool = Fals
     return iter([_sum(chosen)])
 
 
+def circuits_of(weights: Layer, heads: range) -> Iterator[Circuit]:
+    """The circuits of some heads of a layer, from the part of the layer that holds just them."""
+    group = len(heads) // weights.W_V.shape[0]
+    for i, index in enumerate(heads):
+        yield Circuit(
+            f"{weights.index}.{index}",
+            weights.index,
+            index,
+            weights.W_V[i // group],
+            weights.W_O[i],
+            ((weights.index, i // group),),
+        )
+
+
 def _one(head: Head) -> Circuit:
     return Circuit(head.label, head.layer, head.index, head.W_V, head.W_O, ((head.layer, head.kv_head),))
 
@@ -81,13 +97,38 @@ def _sum(heads: Sequence[Head]) -> Circuit:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class TokenScore:
+    """A score over tokens made ready for a model: it can be asked for one circuit after the other.
+
+    Attributes:
+        model: in the view that the weights are to have.
+        X: what is read at each token, [n, d_model].
+        score: from X W_V [n, r] and W_O [r, d_model] to numbers by name.
+        attrs: what it counts over, for the frame.
+    """
+
+    model: Model
+    X: Float[Tensor, "n d_model"] | Rows
+    score: Callable[[Tensor, Tensor], dict[str, float]]
+    attrs: dict[str, Any]
+
+    def rows(self, circuits: Iterable[Circuit]) -> list[dict[str, Any]]:
+        """One row a circuit: ``head``, ``layer``, ``index`` and its numbers."""
+        readings = Readings(self.X)
+        return [
+            {"head": c.label, "layer": c.layer, "index": c.index} | self.score(readings.of(c), c.writer)
+            for c in circuits
+        ]
+
+
 class Readings:
     """X W_V of the circuits that come by: kept while the reader stays the same, as heads of a group share it."""
 
-    def __init__(self, X: Float[Tensor, "n d_model"]) -> None:
+    def __init__(self, X: Float[Tensor, "n d_model"] | Rows) -> None:
         self._X = X
         self._key: tuple[tuple[int, int], ...] | None = None
-        self._values = X
+        self._values = torch.empty(len(X), 0)
 
     def of(self, circuit: Circuit) -> Float[Tensor, "n r"]:
         """X W_V [n, r]."""

@@ -23,8 +23,8 @@ from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.vocab_ranks import capped_ranks, full_ranks
 from ov_circuits.model import Model
-from ov_circuits.scores.circuits import Circuit, Readings, circuits
-from ov_circuits.scores.sources import SOURCES, source_embedding
+from ov_circuits.scores.circuits import TokenScore, circuits
+from ov_circuits.scores.sources import SOURCES, source_embedding, source_rows
 
 KS = (1, 5, 10)
 # Both signs of the IOI score.
@@ -66,13 +66,7 @@ def rank_copying(
     Raises:
         CircuitsError: no such head or source, or the checkpoint lacks embeddings (or the first MLP).
     """
-    X = source_embedding(model, source)
-    sample = _sample(len(X), ranks, seed)
-    readings = Readings(X)
-    rows = []
-    for circuit in circuits(model, heads, each):
-        A, B = readings.of(circuit), circuit.writer @ model.W_U
-        rows.append(place_of(circuit) | _rank_scores(A, B, sample))
+    rows = rank_score(model, source, ranks, seed).rows(circuits(model, heads, each))
     return frame_of(model, rows, source, "share of tokens whose own logit is among the k largest (smallest) of its row")
 
 
@@ -116,6 +110,13 @@ def ioi_negative_copying(
 ) -> pd.DataFrame:
     """Negative copy score of Wang et al. 2022: :func:`ioi_copying` with -W_V W_O; column ``ioi_negative_copying``."""
     return ioi_scores(model, heads, source, each, names, {"ioi_negative_copying": -1.0})
+
+
+def rank_score(model: Model, source: str, ranks: bool | int = False, seed: int = 0) -> TokenScore:
+    """:func:`rank_copying`, made ready."""
+    X, W_U = source_rows(model, source), model.unembedding.mT
+    sample = _sample(len(X), ranks, seed)
+    return TokenScore(model, X, lambda read, W_O: _rank_scores(read, W_O @ W_U, sample), {})
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -178,17 +179,26 @@ def ioi_scores(
     signs: dict[str, float],
 ) -> pd.DataFrame:
     """One column for each sign of W_V W_O, in one pass; arguments as for :func:`ioi_copying`."""
+    ready = ioi_score(model, source, names, signs)
+    rows = ready.rows(circuits(model, heads, each))
+    frame = frame_of(model, rows, source, "Wang et al. 2022: share of names among the top 5 of their own row")
+    frame.attrs |= ready.attrs
+    return frame
+
+
+def ioi_score(
+    model: Model, source: str, names: Sequence[str] | str | Path | None, signs: dict[str, float]
+) -> TokenScore:
+    """:func:`ioi_scores`, made ready."""
     ids, dropped = _name_ids(model, names)
     unembed = _FinalLayer(model)
-    readings = Readings(_Unscaled(model)(source_embedding(model, source, ids)))
-    rows: list[dict[str, Any]] = []
-    for circuit in circuits(model, heads, each):
-        logits = unembed(readings.of(circuit) @ circuit.writer)
-        scores = {name: _share_of_top(sign * logits + unembed.constant, ids) for name, sign in signs.items()}
-        rows.append(place_of(circuit) | scores)
-    frame = frame_of(model, rows, source, "Wang et al. 2022: share of names among the top 5 of their own row")
-    frame.attrs |= {"names": len(ids), "dropped": dropped}
-    return frame
+
+    def score(read: Tensor, W_O: Tensor) -> dict[str, float]:
+        logits = unembed(read @ W_O)
+        return {name: _share_of_top(sign * logits + unembed.constant, ids) for name, sign in signs.items()}
+
+    X = _Unscaled(model)(source_embedding(model, source, ids))
+    return TokenScore(model, X, score, {"names": len(ids), "dropped": dropped})
 
 
 def _share_of_top(logits: Tensor, ids: Tensor) -> float:
@@ -216,9 +226,9 @@ class _FinalLayer:
     def __init__(self, model: Model) -> None:
         s = model.source
         self._norm = Norm(s.architecture.norm, s.final_gain, None, s.architecture.norm_eps)
-        self._W_U = s.unembedding
+        self._W_U = s.unembedding_rows.mT
         #: The norm's bias through W_U and the unembedding's own, [n_vocab], or zero: what does not change sign with the vector.
-        self.constant = torch.zeros(()) if s.final_bias is None else s.final_bias @ s.unembedding
+        self.constant = torch.zeros(()) if s.final_bias is None else s.final_bias @ self._W_U
         if s.unembedding_bias is not None:
             self.constant = self.constant + s.unembedding_bias
 
@@ -270,11 +280,6 @@ def single_token(model: Model, word: str) -> int | None:
 
 
 # -- frames -----------------------------------------------------------------------------------------------------------
-
-
-def place_of(circuit: Circuit) -> dict[str, Any]:
-    """The columns that say which head a row is."""
-    return {"head": circuit.label, "layer": circuit.layer, "index": circuit.index}
 
 
 def frame_of(model: Model, rows: list[dict[str, Any]], source: str, definition: str) -> pd.DataFrame:

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
+from ov_circuits.linalg.rows import Rows
 from ov_circuits.model import Head, Model
 from ov_circuits.words import token_id, token_text
 
@@ -68,17 +69,25 @@ def directions(model: Model, layer: int, k: int = 6, tokens: int = 8) -> Directi
     ov = model.layer(layer).finite_part.ov
     pairs = ov.singular_pairs(k)
     S = pairs.S
-    read = _project(model.W_E, pairs.U.float())
-    write = _project(model.W_U.mT, pairs.V.float())
-    flipped = read.amax(0) < -read.amin(0)
-    sign = torch.where(flipped, -1.0, 1.0)
+    reads, writes = token_ends(model, pairs.U, pairs.V, tokens)
     return Directions(
         values=S.where(finite, torch.nan),
         energy=S.square() / ov.frobenius_norm.square().unsqueeze(-1),
         separable=separable(ov.singular_values)[..., : S.shape[-1]],
-        reads=_ends(read * sign, tokens),
-        writes=_ends(write * sign, tokens),
+        reads=reads,
+        writes=writes,
     )
+
+
+def token_ends(
+    model: Model, U: Float[Tensor, "head d_model k"], V: Float[Tensor, "head d_model k"], tokens: int
+) -> tuple[Ends, Ends]:
+    """What singular pairs read and write: the strongest tokens at both ends, the signs of pairs as of :func:`directions`."""
+    read = _project(model.embedding, U.float())
+    write = _project(model.unembedding, V.float())
+    flipped = read.amax(0) < -read.amin(0)
+    sign = torch.where(flipped, -1.0, 1.0)
+    return _ends(read * sign, tokens), _ends(write * sign, tokens)
 
 
 def separable(singular_values: Float[Tensor, "*head k"]) -> Bool[Tensor, "*head k"]:
@@ -88,7 +97,7 @@ def separable(singular_values: Float[Tensor, "*head k"]) -> Bool[Tensor, "*head 
     return (torch.cat([edge, gaps], -1) & torch.cat([gaps, edge], -1)) if gaps.shape[-1] else edge
 
 
-def _project(vocabulary: Tensor, vectors: Tensor) -> Tensor:
+def _project(vocabulary: Rows, vectors: Tensor) -> Tensor:
     """[n_vocab, d_model] and [head, d_model, k] -> [n_vocab, head, k], as one product."""
     heads, _, k = vectors.shape
     flat = vectors.transpose(0, 1).reshape(vectors.shape[1], heads * k)
@@ -117,7 +126,7 @@ def writes(head: Head, token: str | int, k: int = 10) -> pd.DataFrame:
     """
     model = head.model
     index = token_id(model, token)
-    row = (model.W_E[index] @ head.ov) @ model.W_U
+    row = (model.embedding[index] @ head.ov) @ model.unembedding.mT
     return _ends_frame(model, row, k, ("raised", "lowered"), source=index)
 
 
@@ -178,7 +187,7 @@ def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
     if not chosen or not (0 <= chosen[0] and chosen[-1] < vectors.S.shape[-1]):
         raise CircuitsError(f"head {head.label} has singular pairs 0 to {vectors.S.shape[-1] - 1}, not {list(pairs)}")
     records = []
-    for side, vocabulary, basis in (("read", model.W_E, vectors.U), ("write", model.W_U.mT, vectors.V)):
+    for side, vocabulary, basis in (("read", model.embedding, vectors.U), ("write", model.unembedding, vectors.V)):
         lengths = (vocabulary @ basis[:, chosen].float()).norm(dim=-1)
         best = lengths.topk(min(k, lengths.numel()))
         shares = best.values / vocabulary[best.indices].norm(dim=-1)

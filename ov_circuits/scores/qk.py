@@ -112,7 +112,7 @@ def largest_query_key_pairs(model: Model, head: str | Head, k: int = 20, offset:
     chosen = model.head(head) if isinstance(head, str) else head
     need_embeddings(model, "query-key token pairs")
     qk = _qk(model, model.layer(chosen.layer), offset)[chosen.index]
-    queries, keys = model.W_E @ qk.left.float(), model.W_E @ qk.right.mT.float()
+    queries, keys = model.embedding @ qk.left.float(), model.embedding @ qk.right.mT.float()
     frame = pair_frame(model, queries, keys.mT, k, ("query", "key"))
     frame.attrs |= {"head": chosen.label, "circuit": "W_E W_QK W_E^T", "offset": _named_offset(model, offset)}
     return frame

@@ -16,7 +16,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -26,8 +25,8 @@ from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.vocab_ranks import Ranks, capped_ranks
 from ov_circuits.model import Model
-from ov_circuits.scores.circuits import Readings, circuits
-from ov_circuits.scores.copying import frame_of, place_of, read_csv, share_below, single_token
+from ov_circuits.scores.circuits import TokenScore, circuits
+from ov_circuits.scores.copying import frame_of, read_csv, share_below, single_token
 from ov_circuits.scores.sources import source_embedding
 
 # Of a relation whose targets are its sources (copying), the target must come first.
@@ -116,29 +115,42 @@ def relation_scores(
         CircuitsError: unknown relation; a named relation without a single-token pair (with None it is left out, unless all
             are); no tokenizer, embeddings or first MLP.
     """
+    ready = relation_score(model, relations, k, source, view)
+    rows = ready.rows(circuits(ready.model, heads, each))
+    frame = frame_of(
+        ready.model, rows, source, "Elhelou & Geva 2025: share of pairs with the target among the k largest logits"
+    )
+    frame.attrs |= ready.attrs
+    return frame
+
+
+def relation_score(
+    model: Model,
+    relations: Sequence[str | Path] | None = None,
+    k: int = 10,
+    source: str = "embed_mlp0",
+    view: str = "raw",
+) -> TokenScore:
+    """:func:`relation_scores`, made ready."""
     model = model.in_view(view)
     if k < 1:
         raise CircuitsError(f"k = {k}: at least the first place must count")
     asked, left_out = _asked(model, relations, k)
     sources, targets = (torch.cat([getattr(a, side) for a in asked]) for side in ("sources", "targets"))
-    readings = Readings(source_embedding(model, source, sources))
-    cap = max(a.k for a in asked)
-    rows: list[dict[str, Any]] = []
-    for circuit in circuits(model, heads, each):
-        A, B = readings.of(circuit), circuit.writer @ model.W_U
-        finite = bool(A.isfinite().all()) and bool(B.isfinite().all())
-        ranks = capped_ranks(A, B, targets, cap) if finite else None
-        rows.append(place_of(circuit) | _shares(asked, ranks))
-    frame = frame_of(
-        model, rows, source, "Elhelou & Geva 2025: share of pairs with the target among the k largest logits"
-    )
-    frame.attrs |= {
+    W_U, cap = model.unembedding.mT, max(a.k for a in asked)
+
+    def score(read: Tensor, W_O: Tensor) -> dict[str, float]:
+        written = W_O @ W_U
+        finite = bool(read.isfinite().all()) and bool(written.isfinite().all())
+        return _shares(asked, capped_ranks(read, written, targets, cap) if finite else None)
+
+    attrs = {
         "k": {a.name: a.k for a in asked},
         "pairs": {a.name: len(a.sources) for a in asked},
         "dropped": {a.name: a.dropped for a in asked},
         "left_out": left_out,
     }
-    return frame
+    return TokenScore(model, source_embedding(model, source, sources), score, attrs)
 
 
 @dataclass(frozen=True, eq=False)

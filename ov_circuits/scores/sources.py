@@ -30,6 +30,7 @@ from ov_circuits.checkpoint.mlp import MLP
 from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import CircuitsError
 from ov_circuits.folding import fold_writer
+from ov_circuits.linalg.rows import Rows
 from ov_circuits.model import Layer, Model
 
 SOURCES: dict[str, str] = {
@@ -76,17 +77,25 @@ def source_embedding(
     """
     check_source(model, source)
     if source == "embed":
-        return model.W_E if tokens is None else model.W_E[tokens]
-    embedding = model.source.embedding
-    rows = embedding if tokens is None else embedding[tokens]
+        return model.W_E if tokens is None else model.embedding[tokens]
+    embedding = model.source.embedding_rows
+    rows = embedding if tokens is None else Rows.of(embedding[tokens])
     mlp = _first_mlp(model)
     attention = _FirstAttention(model) if source == "effective" else None
     parts = []
-    for part in rows.split(_BLOCK):
+    for start in range(0, len(rows), _BLOCK):
+        part = rows[start : start + _BLOCK]
         stream = part if attention is None else part + attention(part)
         written = mlp(part if model.architecture.parallel else stream)
         parts.append(written if source == "embed_mlp0" else stream + written)
     return fold_writer(torch.cat(parts), model.view)
+
+
+def source_rows(model: Model, source: str = "embed") -> Rows:
+    """:func:`source_embedding` of the whole vocabulary, in blocks of rows. Only ``embed`` is not whole in memory."""
+    if check_source(model, source) == "embed":
+        return model.embedding
+    return Rows.of(source_embedding(model, source))
 
 
 def _first_mlp(model: Model) -> MLP:

@@ -16,8 +16,9 @@ import pandas as pd
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
-from ov_circuits.scores.copying import IOI_SIGNS, IOI_TOP, KS, ioi_scores, rank_copying
-from ov_circuits.scores.relations import relation_names, relation_scores
+from ov_circuits.scores.circuits import TokenScore, circuits_of
+from ov_circuits.scores.copying import IOI_SIGNS, IOI_TOP, KS, ioi_score, rank_score
+from ov_circuits.scores.relations import relation_names, relation_score
 
 NULL_NOTE = "every order of the vocabulary alike: k / n_vocab, with binomial spread"
 
@@ -99,68 +100,78 @@ def vocabulary_scores() -> dict[str, VocabularyScore]:
     return {score.key: score for score in found}
 
 
-def vocabulary_columns(
-    model: Model, keys: Sequence[str], source: str, nulls: bool
-) -> tuple[pd.DataFrame, dict[str, str]]:
-    """The asked columns for every head in board order, and for each that could not be had, why.
+class VocabularyColumns:
+    """The asked columns, made ready once for a model; then a few heads at a time.
+
+    Attributes:
+        why_not: for each column that cannot be had, why.
 
     Args:
+        model: the checkpoint.
         keys: names from :func:`vocabulary_scores`.
         source: the source embedding of rank copying; the others have their papers' own.
         nulls: whether ``.._null_mean`` and ``.._z`` follow each column.
-
-    Raises:
-        CircuitsError: unknown source, or no embeddings.
     """
-    scores = vocabulary_scores()
-    columns: dict[str, pd.Series] = {}
-    why_not: dict[str, str] = {}
-    for family, get in _families(model, source).items():
-        wanted = [key for key in keys if scores[key].family == family]
-        if not wanted:
-            continue
-        try:
-            frame = get(wanted)
-        except CircuitsError as error:
-            why_not |= dict.fromkeys(wanted, str(error))
-            continue
-        for key in wanted:
-            column = key.removeprefix("relation_")
-            if column not in frame:
-                why_not[key] = frame.attrs["left_out"][scores[key].relation]
+
+    def __init__(self, model: Model, keys: Sequence[str], source: str, nulls: bool) -> None:
+        self._keys, self._nulls = keys, nulls
+        self._ready: dict[str, TokenScore] = {}
+        self.why_not: dict[str, str] = {}
+        scores = vocabulary_scores()
+        for family, make in _families(model, source).items():
+            wanted = [key for key in keys if scores[key].family == family]
+            if not wanted:
                 continue
-            columns[key] = frame[column]
-            if nulls:
-                mean, std = _chance(model, scores[key], frame)
-                columns[f"{key}_null_mean"] = frame[column].where(frame[column].isna(), mean)
-                columns[f"{key}_z"] = (frame[column] - mean) / std
-    ordered = {name: columns[name] for key in keys for name in columns if name in (key, f"{key}_null_mean", f"{key}_z")}
-    return pd.DataFrame(ordered), why_not
+            try:
+                ready = self._ready[family] = make(wanted)
+            except CircuitsError as error:
+                self.why_not |= dict.fromkeys(wanted, str(error))
+                continue
+            left_out = ready.attrs.get("left_out", {})
+            self.why_not |= {key: left_out[r] for key in wanted if (r := scores[key].relation) in left_out}
+
+    def of(self, layer: int, heads: range) -> pd.DataFrame:
+        """The columns for some heads of a layer, in order."""
+        frames = {
+            family: pd.DataFrame(ready.rows(circuits_of(ready.model.layer_part(layer, heads), heads)))
+            for family, ready in self._ready.items()
+        }
+        columns: dict[str, pd.Series] = {}
+        for key in self._keys:
+            if key in self.why_not:
+                continue
+            score = vocabulary_scores()[key]
+            column = columns[key] = frames[score.family][key.removeprefix("relation_")]
+            if self._nulls:
+                mean, std = _chance(self._ready[score.family], score)
+                columns[f"{key}_null_mean"] = column.where(column.isna(), mean)
+                columns[f"{key}_z"] = (column - mean) / std
+        return pd.DataFrame(columns)
 
 
-def _families(model: Model, source: str) -> dict[str, Callable[[list[str]], pd.DataFrame]]:
-    """How each family's frame is had, all its columns at once."""
+def _families(model: Model, source: str) -> dict[str, Callable[[list[str]], TokenScore]]:
+    """How each family is made ready, all its columns at once."""
 
-    def relations(keys: list[str]) -> pd.DataFrame:
+    def relations(keys: list[str]) -> TokenScore:
         names = dict.fromkeys(name for key in keys if (name := vocabulary_scores()[key].relation) is not None)
         every = len(names) == len(relation_names())
-        return relation_scores(model, None if every else list(names))
+        return relation_score(model, None if every else list(names))
 
     return {
-        "rank_copying": lambda keys: rank_copying(model, source=source),
-        "ioi": lambda keys: ioi_scores(model, None, "embed_plus_mlp0", False, None, IOI_SIGNS),
+        "rank_copying": lambda keys: rank_score(model, source),
+        "ioi": lambda keys: ioi_score(model, "embed_plus_mlp0", None, IOI_SIGNS),
         "relations": relations,
     }
 
 
-def _chance(model: Model, score: VocabularyScore, frame: pd.DataFrame) -> tuple[float, float]:
+def _chance(ready: TokenScore, score: VocabularyScore) -> tuple[float, float]:
     """Mean and standard deviation of a share by chance."""
-    n_vocab = model.architecture.n_vocab
+    n_vocab = ready.model.architecture.n_vocab
     if score.family == "rank_copying":
         k, n = int(score.key.rsplit("_", 1)[1]), n_vocab
     elif score.family == "ioi":
-        k, n = IOI_TOP, frame.attrs["names"]
+        k, n = IOI_TOP, ready.attrs["names"]
     else:
-        k, n = frame.attrs["k"][score.relation], frame.attrs["pairs"][score.relation]
+        k, n = ready.attrs["k"][score.relation], ready.attrs["pairs"][score.relation]
     p = min(k / n_vocab, 1.0)
     return p, math.sqrt(p * (1 - p) / n) or math.nan
