@@ -66,7 +66,9 @@ class Behaviour:
 
 
 _OLSSON = "Olsson et al. 2022, In-context Learning and Induction Heads"
-_PROBE = "on random tokens repeated with varied periods, mean over second copies (second halves, where none can repeat)."
+_PROBE = (
+    "on random tokens repeated with varied periods, mean over second copies (second halves, where none can repeat)."
+)
 
 BEHAVIOURS: dict[str, Behaviour] = {
     behaviour.key: behaviour
@@ -479,8 +481,9 @@ def _frame(model: Model, probe: _Probe, tallies: dict[str, _Tally], refused: dic
     frame.attrs = {
         "model": model.name,
         "seeds": list(probe.seeds),
-        "probe": "random tokens" if "induction" in probe.obstacles else "random tokens repeated, periods of "
-        f"{probe.periods[0]} to {probe.periods[-1]}",
+        "probe": "random tokens"
+        if "induction" in probe.obstacles
+        else f"random tokens repeated, periods of {probe.periods[0]} to {probe.periods[-1]}",
         "rows": probe.rows,
         "starts_with": "a random token" if probe.first is None else "BOS",
         "sources": {key: BEHAVIOURS[key].source for key in tallies},
