@@ -420,6 +420,11 @@ def _id(word: str, what: str, prompt: Sequence[int], line: Line, model: Model) -
         token = model.tokenizer.single(word)
     except CircuitsError as error:
         raise _Unfit(f"whose {what} is several tokens", f"{line.where}: the {what} {error}") from error
+    if line.text.endswith(" ") and word.startswith(" "):
+        raise _Unfit(
+            f"whose {what} follows two spaces",
+            f"{line.where}: the prompt ends with a space and the {what} {word!r} begins with one: it belongs to the {what} alone",
+        )
     together = model.tokenizer.encode(line.text + word, unknown=True)
     if together != [*prompt, token]:
         read = ", ".join(repr(model.tokenizer.text(part)) for part in together[-3:])
