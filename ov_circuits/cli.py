@@ -97,12 +97,10 @@ def _refusal(text: str) -> typer.Exit:
 
 
 class _ModelFirst(TyperCommand):
-    """A command whose arguments are ``[MODEL] WHAT``: click would spell this ``{[MODEL] WHAT}...``."""
+    """A command whose arguments are ``[MODEL] WHAT``: click would spell this ``{[MODEL] WHAT}...`` or ``[[MODEL] WHAT]...``."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [
-            piece.removeprefix("{").removesuffix("...").removesuffix("}") for piece in super().collect_usage_pieces(ctx)
-        ]
+        return [piece[1:-4] if piece.endswith("...") else piece for piece in super().collect_usage_pieces(ctx)]
 
 
 app = typer.Typer(
