@@ -43,6 +43,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.nulls import Null
 from ov_circuits.progress import track
 from ov_circuits.trace.engines import Batch, check_tokens, pad, run
+from ov_circuits.trace.shards import Shard
 from ov_circuits.trace.trace import values_without_bias
 from ov_circuits.words import bos_id, ordinary_tokens
 
@@ -372,6 +373,11 @@ class _Tally:
         each = torch.zeros(seeds, layers, heads, dtype=torch.float64)
         return cls(each, each.clone(), each[0].clone(), each[0].clone())
 
+    def gather(self, shard: Shard) -> None:
+        """Add what other ranks found of their heads; every rank must call this."""
+        for tensor in (self.value, self.weight, self.null, self.variance):
+            shard.sum(tensor)
+
     @property
     def mean(self) -> Float[Tensor, "layer head"]:
         return self.value.sum(0) / self.weight.sum(0)
@@ -394,8 +400,10 @@ def _measure(model: Model, probe: _Probe, wanted: Sequence[str]) -> dict[str, _T
     copying = "random_copying" in tallies
     keep = ("pattern", "attention_input", "attention_output") if copying else ("pattern",)
     rows = list(probe.prompts(wanted))
+    shard = Shard.whole_layer(a.n_heads)
     for rows_of_batch in track(_batches(rows, a.n_layers * a.n_heads), "Running probes"):
         batch = run(model, pad([row.tokens for row in rows_of_batch]), keep=keep)
+        shard = batch.shard
         if not bool(batch.final.isfinite().all()):
             raise CircuitsError(
                 f"{model.name} gives NaN or infinity on random tokens, so attention means nothing: "
@@ -406,9 +414,11 @@ def _measure(model: Model, probe: _Probe, wanted: Sequence[str]) -> dict[str, _T
             for index, row in enumerate(rows_of_batch):
                 n = len(row.tokens)
                 pattern = batch.layers[layer]["pattern"][index, :, :n, :n].double()
-                _tally_attention(tallies, pattern, row, layer)
+                _tally_attention(tallies, pattern, row, layer, shard.heads)
                 if weights is not None and row.segment:
                     _tally_copying(tallies["random_copying"], model, weights, batch, index, row)
+    for tally in tallies.values():
+        tally.gather(shard)
     return tallies
 
 
@@ -425,7 +435,7 @@ def _batches(rows: Sequence[Row], heads: int) -> list[list[Row]]:
 
 
 def _tally_attention(
-    tallies: dict[str, _Tally], pattern: Float[Tensor, "head destination source"], row: Row, layer: int
+    tallies: dict[str, _Tally], pattern: Float[Tensor, "head destination source"], row: Row, layer: int, own: slice
 ) -> None:
     """Add one row's attention to its targets, and what its own rows of attention would give in a random order."""
     A = pattern[:, row.queries]
@@ -440,15 +450,15 @@ def _tally_attention(
         if key not in tallies:
             continue
         tally, m = tallies[key], targets[row.queries].sum(-1).double()
-        tally.value[row.seed, layer] += (A * targets[row.queries]).sum((-1, -2))
-        tally.weight[row.seed, layer] += len(n)
-        tally.null[layer] += (m * mean).sum(-1)
-        tally.variance[layer] += (m * (n - m) / (n - 1).clamp(min=1) * variance).sum(-1)
+        tally.value[row.seed, layer, own] += (A * targets[row.queries]).sum((-1, -2))
+        tally.weight[row.seed, layer, own] += len(n)
+        tally.null[layer, own] += (m * mean).sum(-1)
+        tally.variance[layer, own] += (m * (n - m) / (n - 1).clamp(min=1) * variance).sum(-1)
 
 
 def _tally_copying(tally: _Tally, model: Model, weights: Layer, batch: Batch, index: int, row: Row) -> None:
     """Add one row's raised logits, those of the attended tokens and all."""
-    layer, kept, source = weights.index, batch.layers[weights.index], model.source
+    layer, kept, source, own = weights.index, batch.layers[weights.index], model.source, batch.shard.heads
     here = slice(1, row.segment + 1)
     scale = source.final_norm.scale(batch.final[index, here].double())[:, 0]
     read = source.final_norm.read_unscaled(source.unembedding[:, list(row.tokens[here])].mT.double())
@@ -456,16 +466,17 @@ def _tally_copying(tally: _Tally, model: Model, weights: Layer, batch: Batch, in
     if post is not None:
         scale = scale * post.scale(kept["attention_output"][index, here].double())[:, 0]
         read = post.read_unscaled(read)
-    moved = values_without_bias(kept["attention_input"][index, here], weights).double() @ (weights.W_O.double() @ read.mT)
+    values = values_without_bias(kept["attention_input"][index, here], weights)[own].double()
+    moved = values @ (weights.W_O[own].double() @ read.mT)
     raised = (moved - moved.mean(-1, keepdim=True)).clamp(min=0)
     # What a head moves from s to t is A[t, s] / scale[t] times one row of logits, which depends on s alone.
     amount = (kept["pattern"][index, :, here, here].double() / scale[:, None]).sum(1)
     total, m = raised.sum(-1), row.segment
     # Rescaled: 2 share - 1 = (2 own - total) / total.
-    tally.value[row.seed, layer] += (amount * (2 * raised.diagonal(dim1=-2, dim2=-1) - total)).sum(-1)
-    tally.weight[row.seed, layer] += (amount * total).sum(-1)
-    tally.null[layer] += (amount * (2 / m - 1) * total).sum(-1)
-    tally.variance[layer] += (4 * amount.square() * raised.var(-1, correction=0)).sum(-1)
+    tally.value[row.seed, layer, own] += (amount * (2 * raised.diagonal(dim1=-2, dim2=-1) - total)).sum(-1)
+    tally.weight[row.seed, layer, own] += (amount * total).sum(-1)
+    tally.null[layer, own] += (amount * (2 / m - 1) * total).sum(-1)
+    tally.variance[layer, own] += (4 * amount.square() * raised.var(-1, correction=0)).sum(-1)
 
 
 # -- the frame --------------------------------------------------------------------------------------------------------
