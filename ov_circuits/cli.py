@@ -326,6 +326,7 @@ def heads(
     """The scoreboard: one row a head, from the weights alone unless a behaviour is asked for."""
     from ov_circuits.evidence import scoreboard
     from ov_circuits.report.tables import to_json
+    from ov_circuits.trace.behaviours import BEHAVIOURS
 
     opened = _open(model, view, revision, adapter)
     chosen = _score_names(scores)
@@ -334,7 +335,8 @@ def heads(
     if names is not None and sort is not None and score_of(sort) not in (*names, "layer", "index", "kv_head"):
         names.append(score_of(sort))
     with _table(output, opened) as write:
-        frame = sort_heads(scoreboard(opened, chosen, nulls=nulls, source=source), sort, ascending)
+        acts = names is None and sort is not None and score_of(sort) in BEHAVIOURS
+        frame = sort_heads(scoreboard(opened, chosen, behaviours=acts, nulls=nulls, source=source), sort, ascending)
         frame = frame if top is None else frame.head(top)
         write(frame)
     if as_json:

@@ -341,6 +341,7 @@ def test_heads_are_sorted_by_a_behaviour(tiny_gpt2_char, gpt2_small_attention):
     values = [row["induction"] for row in rows]
     assert values == sorted(values, reverse=True)
     assert rows[0]["head"].startswith("1.") and "eigen_copying_full_z" in rows[0]
+    assert run_json("heads", tiny_gpt2_char, "--sort", "induction")["rows"][0]["head"] == rows[0]["head"]
     assert "cannot run a prompt" in run("heads", gpt2_small_attention, "--scores", "induction", code=2).stderr
 
 
