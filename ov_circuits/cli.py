@@ -496,6 +496,7 @@ def behaviours(
     top: Annotated[int | None, typer.Option("--top", min=1, show_default=False, help="Only the first N rows.")] = None,
     output: TableOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """What heads attend to on random tokens, repeated: induction, previous token, first token, .., and by chance."""
@@ -503,7 +504,7 @@ def behaviours(
     from ov_circuits.trace.behaviours import behaviours as measure
     from ov_circuits.trace.behaviours import check_behaviour
 
-    opened = _open(model, None, revision)
+    opened = _open(model, None, revision, adapter)
     column = None if sort is None else sort.strip().replace(" ", "_")
     if column is not None and column not in ("layer", "index"):
         check_behaviour(score_of(column))
@@ -584,7 +585,7 @@ def attribute(
             raise CircuitsError("give a PROMPT and --answer, or many prompts with --prompts")
         if (n, roles, drop) != (None, None, None):
             raise CircuitsError("-n, --roles and --drop go with --prompts")
-        _attribute_one(given, answer, against, ids, bos, top, output, revision, as_json)
+        _attribute_one(given, answer, against, ids, bos, top, output, revision, adapter, as_json)
     else:
         if answer is not None or against is not None or ids:
             raise CircuitsError(
@@ -592,7 +593,7 @@ def attribute(
             )
         if len(given) > 1:
             raise CircuitsError(f"--prompts takes the place of the prompt {given[-1][:80]!r}: leave one of them out")
-        _attribute_many(given, prompts, n, roles, bos, drop, top, output, revision, as_json)
+        _attribute_many(given, prompts, n, roles, bos, drop, top, output, revision, adapter, as_json)
 
 
 def _attribute_one(
@@ -604,6 +605,7 @@ def _attribute_one(
     top: int,
     output: Path | None,
     revision: str | None,
+    adapter: Path | None,
     as_json: bool,
 ) -> None:
     from ov_circuits.report.tables import to_json
@@ -638,13 +640,14 @@ def _attribute_many(
     top: int,
     output: Path | None,
     revision: str | None,
+    adapter: Path | None,
     as_json: bool,
 ) -> None:
     from ov_circuits.prompts import load
     from ov_circuits.report.tables import to_json
     from ov_circuits.trace.attribution import attribute as mean_attribution
 
-    opened = _open(arguments[0] if arguments else None, None, revision)
+    opened = _open(arguments[0] if arguments else None, None, revision, adapter)
     chosen = None if roles is None else [part.strip() for part in roles.split(",") if part.strip()]
     found = load(prompts, opened, n=n, bos=bos, drop=drop)
     with _table(output, opened) as write:
