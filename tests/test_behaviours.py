@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import TINY_MODELS, hf_model
 from test_cli import run, run_json
+from tiny_families import tiny
 
 import ov_circuits as ov
 from ov_circuits.errors import CircuitsError
@@ -129,6 +130,29 @@ def test_random_copying_is_the_share_of_raised_logits_on_attended_tokens(folder,
                     chance += float(raised.sum()) / m
         assert frame.loc[head.label, "random_copying"] == pytest.approx(2 * own / total - 1, abs=1e-4)
         assert frame.loc[head.label, "random_copying_null_mean"] == pytest.approx(2 * chance / total - 1, abs=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "olmo2", "cohere", "granite", "falcon-grouped"])
+def test_random_copying_of_other_families_is_their_ledgers(variant):
+    """Post-norms, norms without gain, logit scales and softcaps: the ledger has them, entry by entry."""
+    model = ov.load(tiny(variant))
+    frame = ov.behaviours(model, "random_copying", seeds=[4], rows=1, length=5).set_index("head")
+    (row,) = [row for row in rows_of(model, (4,), length=5, rows=1) if row.segment]
+    segment, trace = row.tokens[1 : row.segment + 1], model.trace(list(row.tokens))
+    moved: dict[tuple[str, int, int], list[float]] = {}
+    for t in range(1, len(segment) + 1):
+        for token in segment:
+            ledger = trace.ledger(token, position=t)
+            paths = ledger[ledger["kind"] == "value_path"]
+            for head, s, value in zip(paths["head"], paths["source"], paths["value"], strict=True):
+                moved.setdefault((head, t, int(s)), []).append(value)
+    for head in model.head_labels:
+        own = total = 0.0
+        for (label, _, s), values in moved.items():
+            if label == head and s > 0:
+                raised = (np.array(values) - np.mean(values)).clip(min=0)
+                own, total = own + raised[s - 1], total + raised.sum()
+        assert frame.loc[head, "random_copying"] == pytest.approx(2 * own / total - 1, abs=1e-4)
 
 
 def test_transformer_lens_finds_the_same_heads(tiny_gpt2_char):
