@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ov_circuits import distributed, scores
+    from ov_circuits import distributed, prompts, scores
     from ov_circuits.certificate import verify
     from ov_circuits.errors import CircuitsError
+    from ov_circuits.evidence import scoreboard
     from ov_circuits.linalg.lowrank import LowRank
     from ov_circuits.model import Head, Layer, Model, load
     from ov_circuits.report import figures
     from ov_circuits.report.payload import dashboard
-    from ov_circuits.scores.board import scoreboard
     from ov_circuits.scores.chance import spectrum
     from ov_circuits.scores.compare import compare
     from ov_circuits.scores.composition import component_composition, composition, strongest_paths, subspace_overlap
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
     from ov_circuits.scores.relations import relation_scores
     from ov_circuits.scores.spaces import space_map
+    from ov_circuits.trace.attribution import attribute
+    from ov_circuits.trace.behaviours import behaviours
     from ov_circuits.trace.scan import Scan, open_scan, scan
     from ov_circuits.trace.trace import Trace, open_trace
 
@@ -48,11 +50,13 @@ _HOMES = {
     "LowRank": "linalg.lowrank",
     "Trace": "trace.trace",
     "open_trace": "trace.trace",
+    "behaviours": "trace.behaviours",
+    "attribute": "trace.attribution",
     "scan": "trace.scan",
     "Scan": "trace.scan",
     "open_scan": "trace.scan",
-    "scoreboard": "scores.board",
     "compare": "scores.compare",
+    "scoreboard": "evidence",
     "composition": "scores.composition",
     "strongest_paths": "scores.composition",
     "component_composition": "scores.composition",
@@ -79,6 +83,7 @@ _HOMES = {
 
 _MODULES = {
     "distributed": "ov_circuits.distributed",
+    "prompts": "ov_circuits.prompts",
     "scores": "ov_circuits.scores",
     "figures": "ov_circuits.report.figures",
 }
@@ -92,6 +97,8 @@ __all__ = [
     "Scan",
     "Trace",
     "__version__",
+    "attribute",
+    "behaviours",
     "compare",
     "component_composition",
     "composition",
@@ -109,6 +116,7 @@ __all__ = [
     "open_scan",
     "open_trace",
     "position_pattern",
+    "prompts",
     "qk_spectra",
     "rank_copying",
     "relation_scores",

@@ -27,6 +27,8 @@ from ov_circuits.terminal import (
     head_facts,
     note,
     print_account,
+    print_attribution,
+    print_behaviours,
     print_certificate,
     print_changes,
     print_checkpoint,
@@ -37,6 +39,7 @@ from ov_circuits.terminal import (
     print_paths,
     print_plan,
     print_scan,
+    score_of,
     sort_column,
     sort_heads,
     stderr,
@@ -99,12 +102,10 @@ def _refusal(text: str) -> typer.Exit:
 
 
 class _ModelFirst(TyperCommand):
-    """A command whose arguments are ``[MODEL] WHAT``: click would spell this ``{[MODEL] WHAT}...``."""
+    """A command whose arguments are ``[MODEL] WHAT``: click would spell this ``{[MODEL] WHAT}...`` or ``[[MODEL] WHAT]...``."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [
-            piece.removeprefix("{").removesuffix("...").removesuffix("}") for piece in super().collect_usage_pieces(ctx)
-        ]
+        return [piece[1:-4] if piece.endswith("...") else piece for piece in super().collect_usage_pieces(ctx)]
 
 
 app = typer.Typer(
@@ -302,7 +303,8 @@ def heads(
             "--scores",
             metavar="A,B,..",
             show_default=False,
-            help="Which scores, or all: then also those over the whole vocabulary, up to a second a head. Default: spectra.",
+            help="Which scores, or all: then also those over the whole vocabulary, up to a second a head. Also names of "
+            "behaviours (see `behaviours`). Default: spectra.",
         ),
     ] = None,
     source: Annotated[
@@ -326,21 +328,31 @@ def heads(
     adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The scoreboard: one row a head, from the weights alone. With -o, a run that was stopped goes on where it was."""
+    """The scoreboard: one row a head, from the weights alone unless a behaviour is asked for.
+
+    With -o, a run that was stopped goes on where it was.
+    """
     from ov_circuits import distributed
+    from ov_circuits.evidence import scoreboard
     from ov_circuits.report.tables import to_json
-    from ov_circuits.scores.board import scoreboard
     from ov_circuits.scores.saved import forget
+    from ov_circuits.trace.behaviours import BEHAVIOURS
 
     opened = _open(model, view, revision, adapter)
     chosen = _score_names(scores)
     names = chosen if isinstance(chosen, list) else None
     sort = None if sort is None else sort_column(sort, opened)
-    if names is not None and sort is not None and sort.removesuffix("_z") not in names:
-        names.append(sort.removesuffix("_z"))
-    score = distributed.scoreboard if distributed.launched() else scoreboard
+    if names is not None and sort is not None and score_of(sort) not in (*names, "layer", "index", "kv_head"):
+        names.append(score_of(sort))
+    acts = names is None and sort is not None and score_of(sort) in BEHAVIOURS
+    options: dict[str, Any] = {"nulls": nulls, "source": source, "resume": output, "keep": True}
     with _table(output if distributed.is_first() else None, opened) as write:
-        scored = score(opened, chosen, nulls=nulls, source=source, resume=output, keep=True)
+        if distributed.launched():
+            if acts or any(name in BEHAVIOURS for name in names or ()):
+                raise CircuitsError("behaviours run the model in one process: ask for them without torchrun")
+            scored = distributed.scoreboard(opened, chosen, **options)
+        else:
+            scored = scoreboard(opened, chosen, behaviours=acts, **options)
         if scored is None:  # another process has the table
             return
         frame = sort_heads(scored, sort, ascending)
@@ -487,18 +499,97 @@ def compare(
 
 
 @app.command(
+    epilog=_examples("ov-circuits behaviours --sort induction", "ov-circuits behaviours smollm2 -o behaviours.csv")
+)
+def behaviours(
+    model: ModelArgument = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many probes are drawn.")] = 8,
+    length: Annotated[
+        int | None,
+        typer.Option("--length", show_default=False, help="Longest period in tokens. Default: 50, or what fits."),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", metavar="BEHAVIOUR", show_default=False, help="Largest first. Default: by layer."),
+    ] = None,
+    ascending: Annotated[bool, typer.Option("--ascending", help="With --sort: smallest first.")] = False,
+    top: Annotated[int | None, typer.Option("--top", min=1, show_default=False, help="Only the first N rows.")] = None,
+    output: TableOption = None,
+    revision: RevisionOption = None,
+    adapter: AdapterOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What heads attend to on random tokens, repeated: induction, previous token, first token, .., and by chance."""
+    from ov_circuits.report.tables import to_json
+    from ov_circuits.trace.behaviours import behaviours as measure
+    from ov_circuits.trace.behaviours import check_behaviour
+
+    opened = _open(model, None, revision, adapter)
+    column = None if sort is None else sort.strip().replace(" ", "_")
+    if column is not None and column not in ("layer", "index"):
+        check_behaviour(score_of(column))
+    with _table(output, opened) as write:
+        frame = sort_heads(measure(opened, seeds=seeds, length=length), column, ascending)
+        frame = frame if top is None else frame.head(top)
+        write(frame)
+    if as_json:
+        print(to_json(frame))
+    elif output is None:
+        print_behaviours(frame, opened, column)
+    if output is not None:
+        note(f"{output}: {len(frame)} heads, {len(frame.columns)} columns")
+
+
+@app.command(
     cls=_ModelFirst,
     epilog=_examples(
-        'ov-circuits attribute "the people of the United" --answer " States"',
         'ov-circuits attribute gpt2 "John gave a drink to" --answer " Mary" --against " John" --json',
+        "ov-circuits attribute gpt2 --prompts ioi -o ioi.csv",
     ),
 )
 def attribute(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="[MODEL] PROMPT", help="A model (see `heads --help`), and a prompt.")
-    ],
-    answer: Annotated[str, typer.Option("--answer", help="The token to account for; a leading space is part of it.")],
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] PROMPT",
+            show_default=False,
+            help="A model (see `heads --help`), and a prompt, or --prompts.",
+        ),
+    ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option("--answer", show_default=False, help="The token to account for; a leading space is part of it."),
+    ] = None,
     against: AgainstOption = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts",
+            metavar="SET|FILE",
+            show_default=False,
+            help="Many prompts instead of one: ioi, capitals, .., or a .jsonl file with prompt, answer, foil and roles.",
+        ),
+    ] = None,
+    n: Annotated[
+        int | None, typer.Option("-n", min=1, show_default=False, help="With --prompts: only so many, at random.")
+    ] = None,
+    roles: Annotated[
+        str | None,
+        typer.Option(
+            "--roles",
+            metavar="A,B,..",
+            show_default=False,
+            help="With --prompts: named positions. Default: all shared.",
+        ),
+    ] = None,
+    drop: Annotated[
+        bool | None,
+        typer.Option(
+            "--drop/--no-drop",
+            show_default=False,
+            help="With --prompts: leave out prompts that do not fit the tokenizer. Default: of the package's sets only.",
+        ),
+    ] = None,
     ids: IdsOption = False,
     bos: BosOption = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Heads to list.")] = 10,
@@ -507,7 +598,36 @@ def attribute(
     adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What every head adds to an answer's logit directly: an account that closes."""
+    """What every head adds to an answer's logit directly: an account that closes. Of one prompt, or the mean over many."""
+    given = arguments or []
+    if prompts is None:
+        if answer is None or not given:
+            raise CircuitsError("give a PROMPT and --answer, or many prompts with --prompts")
+        if (n, roles, drop) != (None, None, None):
+            raise CircuitsError("-n, --roles and --drop go with --prompts")
+        _attribute_one(given, answer, against, ids, bos, top, output, revision, adapter, as_json)
+    else:
+        if answer is not None or against is not None or ids:
+            raise CircuitsError(
+                "--answer, --against and --ids go with one prompt: the file of --prompts has its own answers"
+            )
+        if len(given) > 1:
+            raise CircuitsError(f"--prompts takes the place of the prompt {given[-1][:80]!r}: leave one of them out")
+        _attribute_many(given, prompts, n, roles, bos, drop, top, output, revision, adapter, as_json)
+
+
+def _attribute_one(
+    arguments: Sequence[str],
+    answer: str,
+    against: str | None,
+    ids: bool,
+    bos: bool | None,
+    top: int,
+    output: Path | None,
+    revision: str | None,
+    adapter: Path | None,
+    as_json: bool,
+) -> None:
     from ov_circuits.report.tables import to_json
     from ov_circuits.words import token_id
 
@@ -528,6 +648,38 @@ def attribute(
         print_account(frame, trace, top)
     if output is not None:
         note(f"{output}: {len(frame)} entries")
+
+
+def _attribute_many(
+    arguments: Sequence[str],
+    prompts: str,
+    n: int | None,
+    roles: str | None,
+    bos: bool | None,
+    drop: bool | None,
+    top: int,
+    output: Path | None,
+    revision: str | None,
+    adapter: Path | None,
+    as_json: bool,
+) -> None:
+    from ov_circuits.prompts import load
+    from ov_circuits.report.tables import to_json
+    from ov_circuits.trace.attribution import attribute as mean_attribution
+
+    opened = _open(arguments[0] if arguments else None, None, revision, adapter)
+    chosen = None if roles is None else [part.strip() for part in roles.split(",") if part.strip()]
+    found = load(prompts, opened, n=n, bos=bos, drop=drop)
+    with _table(output, opened) as write:
+        note(f"running {len(found)} prompts")
+        frame = mean_attribution(opened, found, roles=chosen)
+        write(frame)
+    if as_json:
+        print(to_json(frame))
+    elif output is None:
+        print_attribution(frame, top)
+    if output is not None:
+        note(f"{output}: {len(frame)} components, {len(frame.columns)} columns")
 
 
 # -- heads over a corpus ----------------------------------------------------------------------------------------------

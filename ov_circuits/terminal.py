@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ov_circuits.errors import CircuitsError
@@ -199,20 +200,28 @@ def sort_column(key: str, model: Model) -> str:
     Raises:
         CircuitsError: there is no such column, or this checkpoint does not allow it.
     """
+    from ov_circuits.evidence import columns
     from ov_circuits.scores.board import SCORES, all_scores
+    from ov_circuits.trace.behaviours import BEHAVIOURS
 
-    column = key.strip().replace(" ", "_")
-    known = all_scores()
-    score = known.get(column.removesuffix("_z").removesuffix("_null_mean"))
-    if score is None and column not in ("layer", "index", "kv_head"):
+    column, known = key.strip().replace(" ", "_"), columns()
+    if score_of(column) not in known and column not in ("layer", "index", "kv_head"):
         near = difflib.get_close_matches(column, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CircuitsError(
-            f"cannot sort by {key!r}: {hint}choose a score ({', '.join(SCORES)}, or one over the vocabulary), "
-            "its _z or _null_mean, layer, index or kv_head"
+            f"cannot sort by {key!r}: {hint}choose a score ({', '.join(SCORES)}, one over the vocabulary, or a behaviour: "
+            f"{', '.join(BEHAVIOURS)}), its _z or _null_mean, layer, index or kv_head"
         )
+    score = all_scores().get(score_of(column))  # a behaviour that cannot be had says so itself, when it is measured
     if score is not None and score.needs_embeddings and not model.has_embeddings:
         raise CircuitsError(f"cannot sort by {key!r}: {model.why_no_vocabulary}")
+    return column
+
+
+def score_of(column: str) -> str:
+    """The score or behaviour that a column is of: without ``_z``, ``_null_mean`` or ``_spread``."""
+    for suffix in ("_z", "_null_mean", "_spread"):
+        column = column.removesuffix(suffix)
     return column
 
 
@@ -248,6 +257,46 @@ def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, 
         note(
             f"{len(hidden)} more scores, each with its null and z: --json or -o. Those over the vocabulary: --scores all"
         )
+
+
+def print_behaviours(frame: pd.DataFrame, model: Model, sort: str | None) -> None:
+    """What heads attend to on probes; a file or --json has spread and null beside each number."""
+    keys = list(frame.attrs["sources"])
+    shown = keys + ([sort] if sort is not None and sort not in (*keys, "layer", "index") else [])
+    rows = [(row["head"], *(_number(row[name], 3) for name in shown)) for row in frame.to_dict("records")]
+    n = len(frame.attrs["seeds"])
+    title = f"{model.name}: {frame.attrs['starts_with']}, then {frame.attrs['probe']}; {n} seeds"
+    _print_table(title, [name.replace("_", " ") for name in ("head", *shown)], rows, "l" + "r" * len(shown))
+    note("means over destinations; spread over seeds, null mean and z of each: --json or -o")
+    for key, why in frame.attrs["left_out"].items():
+        note(f"no {key}: {why}")
+
+
+def print_attribution(frame: pd.DataFrame, top: int) -> None:
+    """A set of prompts: the mean difference and its account by component, and the heads with the largest means."""
+    attrs = frame.attrs
+    say = partial(stdout().print, markup=False, highlight=False)
+    dropped = "".join(f", {n} left out {why}" for why, n in attrs["dropped"].items())
+    say(f"{attrs['model']} on {attrs['set']}: {attrs['prompts']} prompts{dropped}")
+    say(
+        f"{attrs['quantity']}: mean {attrs['difference']:.4f} ({attrs['difference_low']:.4f} to "
+        f"{attrs['difference_high']:.4f}), above zero in {attrs['share_right']:.0%}; "
+        f"account {attrs['total']:.4f}, largest residual {attrs['largest_residual']:.1e}",
+        style="bold",
+    )
+    kinds = frame.groupby("component", sort=False)["mean"].agg(["size", "sum"])
+    rows: list[tuple[str, ...]]
+    rows = [(str(component), str(size), f"{total:+.4f}") for component, size, total in kinds.itertuples()]
+    _print_table("Components", ("component", "entries", "mean"), rows, "lrr")
+    roles = [f"from_{role}" for role in (*attrs["roles"], "other")]
+    heads = frame[frame["component"] == "head"].sort_values("mean", key=abs, ascending=False).head(top)
+    rows = [
+        (str(row["head"]), *(f"{row[name]:+.3f}" for name in ("mean", "low", "high", "value_bias", *roles)))
+        for row in heads.to_dict("records")
+    ]
+    titles = ("head", "mean", "low", "high", "value bias", *(role.replace("_", " ") for role in roles))
+    _print_table(f"Strongest heads, {attrs['level']:.0%} intervals over prompts", titles, rows, "l" + "r" * len(titles))
+    note("from ..: the value path by source token. A direct effect only: removing a head may change less.")
 
 
 def print_paths(frame: pd.DataFrame, model: Model) -> None:
@@ -446,9 +495,11 @@ def _tokens(texts: Sequence[str]) -> str:
     return " ".join(repr(text).replace(" ", "·") for text in texts)
 
 
-def _number(value: float | None) -> str:
-    """Four digits, or a dash."""
-    return "-" if value is None or value != value else f"{value:.4g}"
+def _number(value: float | None, decimals: int | None = None) -> str:
+    """Four digits, or a fixed number of decimals; a dash where there is none."""
+    if value is None or value != value:
+        return "-"
+    return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
 
 
 def _short(n: int) -> str:

@@ -36,8 +36,17 @@ def token_list(model: Model, ids: Sequence[int]) -> list[str]:
     return [token_text(model, token) for token in ids]
 
 
+def ordinary_tokens(model: Model) -> list[int]:
+    """Ids that stand for text, from which random prompts are drawn: none that are special, none that the model lacks."""
+    n_vocab, config = model.architecture.n_vocab, model.source.checkpoint.config
+    if model.has_tokenizer:
+        return [token for token in model.tokenizer.ordinary if token < n_vocab]
+    special = {config.get("bos_token_id"), config.get("eos_token_id")}
+    return [token for token in range(n_vocab) if token not in special]
+
+
 def bos_id(model: Model) -> int | None:
-    """The BOS token of the tokenizer, or of the config where there is no tokenizer; None where the model has none."""
+    """The BOS token that may be put before a prompt; None where the model has none."""
     if model.has_tokenizer:
         return model.tokenizer.bos_id
     config = model.source.checkpoint.config

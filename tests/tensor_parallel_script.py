@@ -18,13 +18,16 @@ trace = model.trace(tokens)
 account = trace.ledger(1, 2)
 into = trace.ledger_into(f"{model.n_layers - 1}.0", "V", source=1, answer=1, against=2)
 norms, weighted = trace.write_norms(), trace.value_weighted_patterns()
+behaviours = torch.tensor(ov.behaviours(model, seeds=2, rows=1).drop(columns="head").to_numpy(float))
 certificate = model.verify()
 held = trace.record.layers[0].z.shape[0]
 every: list[int] = [0] * dist.get_world_size()
 dist.all_gather_object(every, held)
 if dist.get_rank() == 0:
     torch.save({"logits": trace.logits, "account": torch.tensor(account["value"].to_numpy()), "into":
-                torch.tensor(into["value"].to_numpy()), "norms": norms, "weighted": weighted}, out)  # fmt: skip
+                torch.tensor(into["value"].to_numpy()), "norms": norms, "weighted": weighted,
+                "behaviours": behaviours}, out)  # fmt: skip
     checks = certificate.frame().to_dict("records")
     print(json.dumps({"checks": checks, "held": every, "residual": account.attrs["residual"]}))
+dist.barrier()  # a rank that leaves while another still reads from it may abort on its way out
 dist.destroy_process_group()

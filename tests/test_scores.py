@@ -290,4 +290,4 @@ def test_public_names_are_what_they_say_even_after_their_modules_were_imported(t
     ov.load(tiny_gpt2_char).verify()
     for name in ov.__all__:
         value = getattr(ov, name)
-        assert name in ("__version__", "distributed", "scores", "figures") or callable(value), name
+        assert name in ("__version__", "distributed", "prompts", "scores", "figures") or callable(value), name

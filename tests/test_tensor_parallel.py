@@ -59,6 +59,8 @@ def test_the_account_is_the_single_processs(spread, assert_close, name, ranks):
     assert_close(gathered["logits"], trace.logits, 1e-5)
     assert_close(gathered["norms"], trace.write_norms(), 1e-5)
     assert_close(gathered["weighted"], trace.value_weighted_patterns(), 1e-5)
+    behaviours = ov.behaviours(trace.model, seeds=2, rows=1).drop(columns="head").to_numpy(float)
+    assert_close(gathered["behaviours"], torch.tensor(behaviours), 1e-5)
     assert abs(facts["residual"]) <= 1e-4 * float(trace.logits.abs().max())
 
 

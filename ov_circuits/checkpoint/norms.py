@@ -50,10 +50,12 @@ class Norm:
         self, x: Float[Tensor, "*batch d_model"], direction: Float[Tensor, "*directions d_model"]
     ) -> Float[Tensor, "*directions d_model"]:
         """Along what the norm's *input* is read when its output is read along ``direction``, at the scale that it has on x."""
+        return self.read_unscaled(direction) / self.scale(x)
+
+    def read_unscaled(self, direction: Float[Tensor, "*directions d_model"]) -> Float[Tensor, "*directions d_model"]:
+        """:meth:`read_back` but for the scale: the gain is in it, and a LayerNorm's mean."""
         read = self.gain.to(direction.dtype) * direction
-        if self.kind == "LayerNorm":
-            read = read - read.mean(dim=-1, keepdim=True)
-        return read / self.scale(x)
+        return read - read.mean(dim=-1, keepdim=True) if self.kind == "LayerNorm" else read
 
     def carry(
         self, x: Float[Tensor, "*batch d_model"], part: Float[Tensor, "*parts d_model"]

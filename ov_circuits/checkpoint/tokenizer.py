@@ -132,6 +132,21 @@ class Tokenizer:
                 f"the tokenizer has no token for {shown}: it would read {name!r} instead; leave that out, or give token ids"
             )
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Where in the text each of its tokens comes from, [start, end) in characters; a leading space may belong to it.
+
+        Raises:
+            CircuitsError: as :meth:`encode`.
+        """
+        self.encode(text)
+        return [(int(a), int(b)) for a, b in self._backend.encode(text, add_special_tokens=False).offsets]
+
+    @cached_property
+    def ordinary(self) -> tuple[int, ...]:
+        """The ids of tokens that stand for text: all but added ones (BOS, chat marks, ..) and the unknown token."""
+        ids = set(self._backend.get_vocab(with_added_tokens=True).values())
+        return tuple(sorted(ids - self._added - {self._unknown, self.bos_id}))
+
     @cached_property
     def _unknown(self) -> int | None:
         """The id that stands for all that the vocabulary cannot spell; None where everything can be spelled."""
