@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,8 +84,10 @@ class Record:
 # What can be kept of a layer.
 LAYER_FIELDS = tuple(field.name for field in fields(LayerRecord))
 
-# Tokens that run side by side: enough to keep matrix products busy, few enough to keep a batch's record small.
+# Tokens that run side by side: enough to keep matrix products busy, few enough to keep a batch's record small; and how many
+# logits those may have, which is what fills the memory of a model with a large vocabulary.
 _BATCH_TOKENS = 4096
+_BATCH_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,14 @@ class Edits:
 
     Attributes:
         z: (layer, z [batch, pos, head, d_head]) -> z: before the output projection reads it.
+        post_norm: (layer, attention output [batch, pos, d_model], normalised) -> normalised: instead of the norm's output that
+            some families put between the attention and the stream.
         mlp: (layer, output [batch, pos, d_model]) -> output: before it is added to the stream.
         final: (stream [batch, pos, d_model], normalised) -> normalised: instead of the final norm's output.
     """
 
     z: Callable[[int, Tensor], Tensor] | None = None
+    post_norm: Callable[[int, Tensor, Tensor], Tensor] | None = None
     mlp: Callable[[int, Tensor], Tensor] | None = None
     final: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -158,12 +164,12 @@ def batches(model: Model, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence
     """
     for tokens in prompts:
         check_tokens(model, tokens)
-    start = 0
+    start, limit = 0, min(_BATCH_TOKENS, _BATCH_LOGITS // model.architecture.n_vocab)
     while start < len(prompts):
         stop, longest = start, 0
         while stop < len(prompts):
             longest = max(longest, len(prompts[stop]))
-            if stop > start and longest * (stop + 1 - start) > _BATCH_TOKENS:
+            if stop > start and longest * (stop + 1 - start) > limit:
                 break
             stop += 1
         yield prompts[start:stop]
@@ -207,6 +213,19 @@ def run(
     return Batch(parts.shard, position, kept, ends["final"], logits, uncapped)
 
 
+def likeliest_continuation(model: Model, tokens: Sequence[int], n: int) -> list[int]:
+    """The likeliest next token n times over, from ids that were checked; fewer where the model ends the text itself."""
+    network = network_of(model)
+    end = network.generation_config.eos_token_id
+    ends = end if isinstance(end, list) else [end]
+    found: list[int] = []
+    with _ready(network), torch.no_grad():
+        while len(found) < n and not (found and found[-1] in ends):
+            logits = network(torch.tensor([[*tokens, *found]]).to(_device(network)), use_cache=False).logits
+            found.append(int(logits[0, -1].argmax()))
+    return found
+
+
 class _Parts:
     """Where a running transformers model keeps what is recorded: hooks on its modules."""
 
@@ -235,12 +254,13 @@ class _Parts:
             if edits.z is not None:
                 projection = self._module(self._family.projections["O"].name, layer)
                 yield projection.register_forward_pre_hook(self._edit_z(edits.z, layer))
+            if edits.post_norm is not None and self._family.attention_post_norm is not None:
+                norm = self._module(self._family.attention_post_norm, layer)
+                yield norm.register_forward_hook(_edit_norm(partial(edits.post_norm, layer)))
             if edits.mlp is not None:
                 yield self._mlp(layer).register_forward_hook(self._edit_mlp(edits.mlp, layer))
         if edits.final is not None:
-            change = edits.final
-            norm = self._module(self._family.final_norm)
-            yield norm.register_forward_hook(lambda _, args, output: change(args[0], output))
+            yield self._module(self._family.final_norm).register_forward_hook(_edit_norm(edits.final))
 
     def _edit_z(self, change: Callable[[int, Tensor], Tensor], layer: int) -> Callable[..., Any]:
         def hook(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -314,6 +334,10 @@ def _hidden(args: Any, kwargs: Any) -> Tensor:
 
 def _keep_output(into: dict[str, Tensor], name: str) -> Callable[..., None]:
     return lambda _, args, output: into.update({name: _own(_first(output))})
+
+
+def _edit_norm(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda _, args, output: change(args[0], output).to(output.dtype)
 
 
 def _first(output: Any) -> Tensor:

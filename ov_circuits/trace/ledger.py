@@ -431,6 +431,11 @@ def _account(trace: Trace, reading: Reading, layers: Sequence[_LayerEntries | No
     )
 
 
+def write_direction(trace: Trace, reading: Reading, layer: int) -> Float[Tensor, " d_model"]:
+    """Along which a reading sees what a layer's heads write at its position: a head's entry is its write times this."""
+    return _through_post_norm(trace, layer, reading.position, reading.direction).direction
+
+
 def _through_post_norm(trace: Trace, layer: int, at: int, direction: Tensor) -> FrozenNorm:
     """A direction of the stream as the attention output sees it, at the actual scale of the norm between, if any."""
     norm = trace.model.source.attention_post_norm(layer)
