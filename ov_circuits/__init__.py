@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
     from ov_circuits.scores.relations import relation_scores
     from ov_circuits.scores.spaces import space_map
+    from ov_circuits.trace.ablation import ablate, ablation_sweep
+    from ov_circuits.trace.generation import Generation, generate
     from ov_circuits.trace.scan import Scan, open_scan, scan
     from ov_circuits.trace.trace import Trace, open_trace
 
@@ -48,9 +50,13 @@ _HOMES = {
     "LowRank": "linalg.lowrank",
     "Trace": "trace.trace",
     "open_trace": "trace.trace",
-    "scan": "trace.scan",
+    "Generation": "trace.generation",
     "Scan": "trace.scan",
+    "ablate": "trace.ablation",
+    "ablation_sweep": "trace.ablation",
+    "generate": "trace.generation",
     "open_scan": "trace.scan",
+    "scan": "trace.scan",
     "scoreboard": "scores.board",
     "compare": "scores.compare",
     "composition": "scores.composition",
@@ -85,6 +91,7 @@ _MODULES = {
 
 __all__ = [
     "CircuitsError",
+    "Generation",
     "Head",
     "Layer",
     "LowRank",
@@ -92,6 +99,8 @@ __all__ = [
     "Scan",
     "Trace",
     "__version__",
+    "ablate",
+    "ablation_sweep",
     "compare",
     "component_composition",
     "composition",
@@ -101,6 +110,7 @@ __all__ = [
     "disagreements",
     "distributed",
     "figures",
+    "generate",
     "ioi_copying",
     "ioi_negative_copying",
     "largest_query_key_pairs",
