@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ov_circuits import distributed, scores
     from ov_circuits.certificate import verify
+    from ov_circuits.claims import check
     from ov_circuits.errors import CircuitsError
     from ov_circuits.linalg.lowrank import LowRank
     from ov_circuits.model import Head, Layer, Model, load
@@ -79,6 +80,7 @@ _HOMES = {
     "spectrum": "scores.chance",
     "space_map": "scores.spaces",
     "dashboard": "report.payload",
+    "check": "claims",
     "verify": "certificate",
     "CircuitsError": "errors",
 }
@@ -101,6 +103,7 @@ __all__ = [
     "__version__",
     "ablate",
     "ablation_sweep",
+    "check",
     "compare",
     "component_composition",
     "composition",

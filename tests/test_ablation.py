@@ -159,7 +159,9 @@ def test_source_ablation_removes_what_the_run_at_hand_moves_from_there(running_f
         return z
 
     ablated = logits_edited(running_folder, tokens, edit)
-    frame = ov.ablate(model, labels(heads), tokens, "source", sources=[1, 4 - len(tokens)], answer=pair[0], against=pair[1])
+    frame = ov.ablate(
+        model, labels(heads), tokens, "source", sources=[1, 4 - len(tokens)], answer=pair[0], against=pair[1]
+    )
     check_row(frame.iloc[0], clean, ablated, tokens, *pair)
 
 
@@ -245,7 +247,7 @@ def test_with_the_rest_frozen_removing_heads_changes_the_logit_by_their_entries(
     {"method": "source", "sources": 2, "direction": 1},
 ])  # fmt: skip
 def test_every_ablation_has_its_direct_effect_alone_when_the_rest_is_frozen(runnable_model, watched, settings):
-    model, tokens, pair, clean = watched(runnable_model)
+    model, tokens, _, clean = watched(runnable_model)
     prompts = [tokens, tokens[::-1]]
     frame = ov.ablate(model, labels(chosen_heads(model)), prompts, freeze=True, **settings)
     scale = float(clean.abs().max())
@@ -255,7 +257,7 @@ def test_every_ablation_has_its_direct_effect_alone_when_the_rest_is_frozen(runn
 
 def test_the_last_layers_heads_of_a_model_have_a_total_effect_of_their_own_without_freezing(tiny_gpt2_char, watched):
     """The final norm's scale and the last MLP follow: what freezing holds is not nothing."""
-    model, tokens, pair, _ = watched(tiny_gpt2_char)
+    model, tokens, *_ = watched(tiny_gpt2_char)
     frame = ov.ablate(model, "1.0", tokens)
     assert abs(frame["total_effect"].iloc[0] - frame["direct_effect"].iloc[0]) > 0.05
 
@@ -321,14 +323,18 @@ def smollm2():
 
 @pytest.mark.slow
 def test_without_its_induction_heads_smollm2_cannot_repeat(smollm2):
-    """Zeroing the four strongest takes the second copy from 2.88 to 11.07; four others of their layers do not."""
-    prompts = repeated(49152, 30, 6, first=100, bos=(0,))
-    span = slice(32, None)
-    without = ov.ablate(smollm2, ["18.6", "17.3", "17.4", "18.7"], prompts, span=span).attrs["mean"]
-    assert without["clean_loss"] == pytest.approx(2.88, abs=0.6)
-    assert without["ablated_loss"] == pytest.approx(11.07, abs=1.2)
-    others = ov.ablate(smollm2, ["18.0", "17.0", "17.1", "18.1"], prompts, span=span).attrs["mean"]
-    assert others["ablated_loss"] < others["clean_loss"] + 0.6
+    """Published: zeroing the four strongest takes the second copy from 2.88 to 11.07 (other random tokens: other losses); four
+    other heads of their layers hardly change it, and a text is left alone."""
+    prompts = repeated(49152, 30, 4, first=100, bos=(0,))
+    induction, others = ["18.6", "17.3", "17.4", "18.7"], ["18.0", "17.0", "17.1", "18.1"]
+    text = "The old man walked slowly down to the river, where his boat was waiting for him in the morning light."
+    loss = {
+        name: [ov.ablate(smollm2, heads, given, span=span).attrs["mean"] for heads in (induction, others)]
+        for name, given, span in (("copies", prompts, slice(32, None)), ("text", text, None))
+    }
+    change = {name: [mean["ablated_loss"] - mean["clean_loss"] for mean in means] for name, means in loss.items()}
+    assert loss["copies"][0]["clean_loss"] < 4 and change["copies"][0] > 5.5
+    assert change["copies"][1] < 0.6 and abs(change["text"][0]) < 0.3
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
