@@ -32,7 +32,7 @@ from ov_circuits.progress import track
 from ov_circuits.trace.engines import Batch, Edits, batches, pad, run
 from ov_circuits.trace.ledger import Reading, logit_reading, write_direction
 from ov_circuits.trace.trace import Trace, unbiased_values
-from ov_circuits.words import token_id, token_text
+from ov_circuits.words import token_id, token_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,7 +49,7 @@ def ablate(
     prompts: Any,
     method: str = "zero",
     *,
-    answer: str | int | None = None,
+    answer: str | int | Mapping[str, float] | Mapping[int, float] | None = None,
     against: str | int | None = None,
     position: int = -1,
     reference: Any = None,
@@ -65,7 +65,7 @@ def ablate(
         model: the checkpoint; singular directions are those of its weight view, nothing else depends on the view.
         heads: a head, or several.
         prompts: a prompt (text, ids or a trace), a list of them, or a list of tuples (prompt, answer) or
-            (prompt, answer, foil).
+            (prompt, answer, foil); an answer may be a weighting {word or id: weight}.
         method: ``zero``, ``mean``, ``mean_by_position`` or ``source``; see :mod:`ov_circuits.trace.ablation`.
         answer, against: the logit (difference) that is watched, where prompts do not bring their own. Without an answer: each
             prompt's likeliest next token against the runner-up.
@@ -97,8 +97,7 @@ def ablate(
     rows = []
     for index, outcome in _outcomes(asked, [(index, found) for index in range(len(asked))], removal, span, freeze):
         case = asked[index]
-        words = {"answer": case.text(case.answer), "against": case.text(case.against)}
-        rows.append({"prompt": index, "position": case.reading.position} | words | outcome)
+        rows.append({"prompt": index, "position": case.reading.position} | case.words | outcome)
     frame = pd.DataFrame(rows)
     numbers = frame.drop(columns=["prompt", "position", "answer", "against"])
     means = {str(name): float(value) for name, value in numbers.mean().items()}
@@ -112,7 +111,7 @@ def ablation_sweep(
     method: str = "zero",
     *,
     heads: Sequence[Head | str] | None = None,
-    answer: str | int | None = None,
+    answer: str | int | Mapping[str, float] | Mapping[int, float] | None = None,
     against: str | int | None = None,
     position: int = -1,
     reference: Any = None,
@@ -162,21 +161,32 @@ def ablation_sweep(
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A prompt that was run, and the logit (difference) that is watched on it."""
+    """A prompt that was run, and the logit, difference or weighting of logits (token: weight) that is watched on it."""
 
     trace: Trace
     reading: Reading
-    answer: int
-    against: int | None
+    weights: Mapping[int, float]
 
-    def text(self, token: int | None) -> str | None:
-        """A token's text."""
-        return None if token is None else token_text(self.trace.model, token)
+    @property
+    def answers(self) -> list[int]:
+        """The tokens that count for the answer."""
+        return [token for token, weight in self.weights.items() if weight > 0]
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Both sides as texts."""
+        foils = [token for token, weight in self.weights.items() if weight < 0]
+        sides = {"answer": self.answers, "against": foils}
+        return {side: ", ".join(token_list(self.trace.model, tokens)) for side, tokens in sides.items()}
 
     def watched(self, logits: Float[Tensor, "pos n_vocab"]) -> float:
         """The watched number in some logits."""
-        row = logits[self.reading.position].double()
-        return float(row[self.answer] - (0.0 if self.against is None else row[self.against]))
+        amounts = torch.tensor(list(self.weights.values()), dtype=torch.float64)
+        return float(logits[self.reading.position, list(self.weights)].double() @ amounts)
+
+    def answer_loss(self, log_probabilities: Float[Tensor, "pos n_vocab"]) -> float:
+        """-log p of the answer, or of any of several."""
+        return -float(log_probabilities[self.reading.position, self.answers].double().logsumexp(-1))
 
     @cached_property
     def log_probabilities(self) -> Float[Tensor, "pos n_vocab"]:
@@ -187,7 +197,7 @@ class Case:
 def cases(
     model: Model,
     prompts: Any,
-    answer: str | int | None = None,
+    answer: str | int | Mapping[str, float] | Mapping[int, float] | None = None,
     against: str | int | None = None,
     position: int = -1,
     bos: bool | None = None,
@@ -212,17 +222,25 @@ def cases(
         if wanted is None:
             if other is not None:
                 raise CircuitsError("'against' needs an answer beside it")
-            wanted, other = trace.logits[at].topk(min(2, trace.logits.shape[-1])).indices.tolist()
-        reading = logit_reading(trace, wanted, other, at)
-        found.append(Case(trace, reading, token_id(model, wanted), None if other is None else token_id(model, other)))
+            wanted, other = trace.logits[at].topk(2).indices.tolist()
+        weights = {token_id(model, word): float(weight) for word, weight in _weighting(wanted, other).items()}
+        found.append(Case(trace, logit_reading(trace, wanted, other, at), weights))
     return found
+
+
+def _weighting(answer: Any, against: Any) -> Mapping[Any, float]:
+    if isinstance(answer, Mapping):
+        if not any(weight > 0 for weight in answer.values()):
+            raise CircuitsError("no word of the answer's weighting has a weight above 0: there is no answer in it")
+        return answer
+    return {answer: 1.0} if against is None else {answer: 1.0, against: -1.0}
 
 
 def _is_ids(prompts: Sequence[Any]) -> bool:
     return bool(prompts) and all(hasattr(token, "__index__") for token in prompts)
 
 
-def _question(one: Any, answer: str | int | None, against: str | int | None) -> tuple[Any, Any, Any]:
+def _question(one: Any, answer: Any, against: str | int | None) -> tuple[Any, Any, Any]:
     """(prompt, answer, against) of one entry: a tuple that is not itself a prompt of ids brings its own."""
     if not isinstance(one, tuple) or _is_ids(one):
         return one, answer, against
@@ -507,8 +525,8 @@ def _losses(case: Case, ablated: Float[Tensor, "pos n_vocab"], span: slice | Non
     return {
         "clean_loss": -float(clean[before, tokens[predicted]].double().mean()),
         "ablated_loss": -float(ablated[before, tokens[predicted]].double().mean()),
-        "clean_answer_loss": -float(clean[at, case.answer]),
-        "ablated_answer_loss": -float(ablated[at, case.answer]),
+        "clean_answer_loss": case.answer_loss(clean),
+        "ablated_answer_loss": case.answer_loss(ablated),
         "kl": float(_kl(clean[at], ablated[at])),
         "mean_kl": float(divergence.mean()),
     }
