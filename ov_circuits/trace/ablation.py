@@ -207,6 +207,8 @@ def cases(
     Raises:
         CircuitsError: none, one that is no prompt, or a faulty answer.
     """
+    if model.source.shard is not None:
+        raise CircuitsError("ablations need all heads in one process: run them without tensor parallelism")
     asked = prompts if isinstance(prompts, list) and not _is_ids(prompts) else [prompts]
     if not asked:
         raise CircuitsError("there is no prompt: give at least one")

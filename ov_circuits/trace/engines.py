@@ -63,16 +63,16 @@ class Record:
         position: learned position embeddings, [pos, d_model], or None.
         layers: one :class:`LayerRecord` a layer.
         final: the residual stream that the final norm reads, [pos, d_model].
-        logits: the model's own logits, [pos, n_vocab].
-        uncapped: the logits before a softcap, [pos, n_vocab]; the very logits where the model has none.
+        logits: the model's own logits, [kept, n_vocab]: of all positions, or of the last one alone.
+        uncapped: the logits before a softcap, [kept, n_vocab]; the very logits where the model has none.
     """
 
     shard: Shard
     position: Float[Tensor, "pos d_model"] | None
     layers: tuple[LayerRecord, ...]
     final: Float[Tensor, "pos d_model"]
-    logits: Float[Tensor, "pos n_vocab"]
-    uncapped: Float[Tensor, "pos n_vocab"]
+    logits: Float[Tensor, "kept n_vocab"]
+    uncapped: Float[Tensor, "kept n_vocab"]
 
     @property
     def embedding(self) -> Float[Tensor, "pos d_model"]:
@@ -112,15 +112,17 @@ class Edits:
 class Batch:
     """What a run of prompts of one (padded) length left behind; [batch, ...] each, float32 on the CPU.
 
-    ``layers`` holds, for each layer, the fields of :class:`LayerRecord` that were asked for.
+    ``layers`` holds, for each layer, the fields of :class:`LayerRecord` that were asked for, and ``logits_at`` the positions that
+    have logits, None for all.
     """
 
     shard: Shard
     position: Float[Tensor, "batch pos d_model"] | None
     layers: tuple[dict[str, Tensor], ...]
     final: Float[Tensor, "batch pos d_model"]
-    logits: Float[Tensor, "batch pos n_vocab"]
-    uncapped: Float[Tensor, "batch pos n_vocab"]
+    logits: Float[Tensor, "batch kept n_vocab"]
+    uncapped: Float[Tensor, "batch kept n_vocab"]
+    logits_at: tuple[int, ...] | None = None
 
     def prompt(self, index: int, length: int) -> Record:
         """One prompt's record, its padding cut off."""
@@ -132,26 +134,32 @@ class Batch:
             by_head = {"pattern": kept["pattern"][index, :, :length, :length], "z": kept["z"][index, :, :length]}
             return LayerRecord(**{name: cut(kept[name]) for name in LAYER_FIELDS if name not in by_head}, **by_head)
 
-        logits = cut(self.logits)
+        if self.logits_at is None:
+            kept_rows = slice(length)
+        else:
+            last = self.logits_at.index(length - 1)
+            kept_rows = slice(last, last + 1)
+        logits = self.logits[index, kept_rows]
         return Record(
             shard=self.shard,
             position=None if self.position is None else cut(self.position),
             layers=tuple(layer_record(kept) for kept in self.layers),
             final=cut(self.final),
             logits=logits,
-            uncapped=logits if self.uncapped is self.logits else cut(self.uncapped),
+            uncapped=logits if self.uncapped is self.logits else self.uncapped[index, kept_rows],
         )
 
 
-def record(model: Model, prompts: Sequence[Sequence[int]]) -> list[Record]:
-    """Run the model on prompts and keep everything.
+def record(model: Model, prompts: Sequence[Sequence[int]], *, last_logits: bool = False) -> list[Record]:
+    """Run the model on prompts and keep everything; of logits, where asked, those of each prompt's last position alone.
 
     Raises:
         CircuitsError: the checkpoint cannot run (attention weights only), or some ids do not fit it.
     """
     found: list[Record] = []
     for batch in batches(model, prompts):
-        observed = run(model, pad(batch), keep=LAYER_FIELDS)
+        ends = tuple(sorted({len(prompt) - 1 for prompt in batch})) if last_logits else None
+        observed = run(model, pad(batch), keep=LAYER_FIELDS, logits_at=ends)
         found += [observed.prompt(index, len(prompt)) for index, prompt in enumerate(batch)]
     return found
 
@@ -183,7 +191,12 @@ def pad(prompts: Sequence[Sequence[int]]) -> Int[Tensor, "batch pos"]:
 
 
 def run(
-    model: Model, tokens: Int[Tensor, "batch pos"], *, keep: Collection[str] = (), edits: Edits | None = None
+    model: Model,
+    tokens: Int[Tensor, "batch pos"],
+    *,
+    keep: Collection[str] = (),
+    edits: Edits | None = None,
+    logits_at: tuple[int, ...] | None = None,
 ) -> Batch:
     """Run ids that were checked, and keep the named fields of every layer.
 
@@ -192,6 +205,7 @@ def run(
         tokens: ids, padded on the right.
         keep: names among :data:`LAYER_FIELDS`.
         edits: what to change on the way; what is kept is what was there after the change.
+        logits_at: the positions whose logits are wanted; all when None.
     """
     network = network_of(model)
     parts = _Parts(network, model, len(tokens))
@@ -202,7 +216,10 @@ def run(
         for handle in (*parts.edit(edits or Edits()), *parts.watch(kept, frozenset(keep), ends)):
             stack.callback(handle.remove)
         stack.enter_context(torch.no_grad())
-        logits = network(tokens.to(_device(network)), use_cache=False).logits
+        tokens = tokens.to(_device(network))
+        # Unembedding is a fifth of a small model's work, and most of what it leaves behind.
+        wanted = {} if logits_at is None else {"logits_to_keep": torch.tensor(logits_at, device=tokens.device)}
+        logits = network(tokens, use_cache=False, **wanted).logits
     position = ends.get("position")
     if position is not None:
         position = position.expand(len(tokens), -1, -1)
@@ -210,7 +227,7 @@ def run(
     uncapped = (
         logits if model.architecture.logit_softcap is None else ends["unembedded"] * model.architecture.logit_scale
     )
-    return Batch(parts.shard, position, kept, ends["final"], logits, uncapped)
+    return Batch(parts.shard, position, kept, ends["final"], logits, uncapped, logits_at)
 
 
 def likeliest_continuation(model: Model, tokens: Sequence[int], n: int) -> list[int]:
