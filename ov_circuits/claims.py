@@ -166,7 +166,7 @@ def check(
     *,
     prompts: int = 24,
     others: int = 8,
-    among: Literal["layer", "model"] = "layer",
+    among: str = "layer",
     seed: int = 0,
 ) -> Finding:
     """Put a claim about a head to the test.
