@@ -200,7 +200,7 @@ def check(
     reason_why += f"; {note}" if note else ""
     names = tuple(other.label for other in compared)
     return Finding(
-        model.name, str(claim), verdict, reason_why, effects, names, len(next(iter(measured.values()))), seed
+        model.name, str(claim), verdict, reason_why, effects, names, next(iter(measured.values())).shape[1], seed
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import hf_model, transformer_bridge
+from test_cli import run, run_json
 from test_trace import prompt_for
 
 import ov_circuits as ov
@@ -369,3 +370,56 @@ def test_a_checkpoint_that_cannot_run_and_a_trace_of_another_model_are_refused(
         ov.ablate(ov.load(gpt2_small_attention), "9.9", [1, 2])
     with pytest.raises(CircuitsError, match="use its own"):
         ov.ablate(ov.load(tiny_gpt2_char), "1.0", ov.load(stories260k).trace([1, 2]))
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_and_writes_what_the_library_finds(stories260k, tmp_path):
+    model, text = ov.load(stories260k), "Once upon a"
+    rows = run_json("ablate", stories260k, "3.6,1.3", "--prompt", text, "--answer", " time", "--json")["rows"]
+    frame = ov.ablate(model, ["3.6", "1.3"], text, answer=" time")
+    assert rows[0]["total_effect"] == pytest.approx(frame["total_effect"].iloc[0])
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "Once upon a", "answer": " time", "foil": " little"}\n\n{"prompt": "One", "answer": " day"}\n'
+    )
+    run("ablate", stories260k, "each", "--prompts", file, "--method", "mean", "-o", tmp_path / "each.csv")
+    import pandas as pd
+
+    written = pd.read_csv(tmp_path / "each.csv", dtype={"head": str})
+    prompts = [(text, " time", " little"), ("One", " day", None)]
+    sweep = ov.ablation_sweep(model, prompts, "mean")
+    assert list(written["head"]) == model.head_labels
+    assert (written["total_effect"] - sweep["total_effect"]).abs().max() < 1e-5
+    shown = run(
+        "ablate", stories260k, "3.6", "--prompt", text, "--method", "source", "--source", "-1", "--source", " upon"
+    )
+    assert "without 3.6 (source)" in shown.stdout
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["1.0"], "either --prompt"),
+    (["9.9", "--prompt", "ab"], "no head 9.9"),
+    ([",", "--prompt", "ab"], "no head to ablate"),
+    (["1.0", "--prompt", "ab", "--method", "nought"], "no ablation 'nought'"),
+    (["1.0", "--prompt", "ab", "--method", "source", "--source", "7"], "not 7"),
+    (["1.0", "--prompts", "none.jsonl"], "cannot be read"),
+    (["1.0", "--prompts", "{file}"], "line 2 is no JSON"),
+    (["1.0", "--prompts", "{file}", "--answer", "a"], "have their own answers"),
+])  # fmt: skip
+def test_the_command_refuses_in_a_sentence(tiny_gpt2_char, tmp_path, arguments, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ab", "answer": "c"}\n{prompt}\n')
+    result = run("ablate", tiny_gpt2_char, *(str(file) if word == "{file}" else word for word in arguments), code=2)
+    assert message in result.stderr and "Traceback" not in result.output and result.stdout == ""
+
+
+def test_a_checkpoint_that_cannot_run_is_refused_by_each_command(gpt2_small_attention):
+    for command, *rest in (
+        ("ablate", "9.9", "--prompt", "1", "--ids"),
+        ("check", "9.9 copies"),
+        ("generate", "1", "--ids"),
+    ):
+        result = run(command, gpt2_small_attention, *rest, code=2)
+        assert result.stdout == "" and "cannot run a prompt" in result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_ablation import logits_edited
+from test_cli import run, run_json
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError, claims
@@ -30,7 +31,7 @@ def probes(monkeypatch):
     return seen
 
 
-def norm(ref, x, scale_of, gain, bias, freeze=True):
+def norm(ref, x, scale_of, gain, bias):
     """A norm's rows of x at the scale of other rows, float64."""
     eps = ref.config.get("layer_norm_epsilon", ref.config.get("rms_norm_eps"))
     if bias is not None:
@@ -46,6 +47,7 @@ def test_copying_is_the_attended_tokens_own_logit_over_the_mean(models_dir, refe
     layer, index = model.n_layers - 2, 1
     effects = by_name(ov.check(model, f"{layer}.{index} copies", prompts=2, others=1))
     gain, bias = ref.final_norm()
+    no_bias = None if bias is None else 0 * bias  # the norm's bias is no head's
     columns = ref.W_U - ref.W_U.mean(1, keepdim=True)
     direct, attention, ablation = [], [], []
     for trace in probes:
@@ -62,19 +64,25 @@ def test_copying_is_the_attended_tokens_own_logit_over_the_mean(models_dir, refe
         lost = trace.logits.double() - without
         lost = lost - lost.mean(-1, keepdim=True)
         for t in range(n - n // 2, n):
-            each = sum(
-                pattern[t, s]
-                * (
-                    norm(ref, moved[s], final[t], gain, None if bias is None else 0 * bias)
-                    @ columns[:, trace.tokens[s]]
-                )
-                for s in range(1, t + 1)
-            )
-            direct.append(float(each))
+            lifts = [norm(ref, moved[s], final[t], gain, no_bias) @ columns[:, trace.tokens[s]] for s in range(t + 1)]
+            direct.append(float(sum(pattern[t, s] * lifts[s] for s in range(1, t + 1))))
             attention.append(float(pattern[t, 1:].sum()))
             ablation.append(float(sum(pattern[t, s] * lost[t, trace.tokens[s]] for s in range(1, t + 1))))
     for effect, right in (("direct", direct), ("attention", attention), ("ablation", ablation)):
         assert effects[effect].value == pytest.approx(sum(right) / len(right), abs=1e-4), effect
+
+
+def pattern_of(ref, model, head, queries, keys):
+    """A head's attention from what its queries and keys read, float64."""
+    n, theta = len(queries), model.architecture.rope_theta
+
+    def project(x, role, which):
+        bias = ref.bias(head.layer, role, which)
+        out = x @ ref.reader(head.layer, role, which) + (0 if bias is None else bias)
+        return out if theta is None else rotate(out, torch.arange(n), theta)
+
+    scores = project(queries, "Q", head.index) @ project(keys, "K", ref.kv_head(head.index)).T / ref.d_head**0.5
+    return scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
 
 
 @pytest.mark.parametrize(("name", "sender", "side", "receiver"), [
@@ -90,25 +98,15 @@ def test_path_patching_is_the_receivers_pattern_from_edited_keys_or_queries(
     model, ref = ov.load(folder), reference(folder)
     effects = by_name(ov.check(model, f"{sender} {side}-composes with {receiver}", prompts=2, others=1))
     head = model.head(receiver)
-    layer, index, kv = head.layer, head.index, ref.kv_head(head.index)
+    layer = head.layer
     lost, moved = [], []
     for trace in probes:
         stream, n = trace.record.layers[layer].stream.double(), len(trace)
         clean = norm(ref, stream, stream, *ref.norm(layer))
         edited = norm(ref, stream - trace.write(sender).double(), stream, *ref.norm(layer))
 
-        def project(x, role, which):
-            bias = ref.bias(layer, role, which)
-            out = x @ ref.reader(layer, role, which) + (0 if bias is None else bias)
-            theta = model.architecture.rope_theta
-            return out if theta is None else rotate(out, torch.arange(n), theta)
-
-        def pattern(queries, keys):
-            scores = project(queries, "Q", index) @ project(keys, "K", kv).T / ref.d_head**0.5
-            return scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-
-        before = pattern(clean, clean)
-        after = pattern(edited, clean) if side == "Q" else pattern(clean, edited)
+        before = pattern_of(ref, model, head, clean, clean)
+        after = pattern_of(ref, model, head, *((edited, clean) if side == "Q" else (clean, edited)))
         for t in range(n - n // 2, n):
             favourite = int(before[t, 1:].argmax()) + 1
             lost.append(float(before[t, favourite] - after[t, favourite]))
@@ -227,3 +225,12 @@ def test_other_faulty_questions(tiny_gpt2_char, gpt2_small_attention, gpt_nano_s
         ov.check(ov.load(gpt2_small_attention), "9.9 copies")
     with pytest.raises(CircuitsError, match="tokenizer"):
         ov.check(ov.load(gpt_nano_sort), "0.1 applies country_capital")
+
+
+def test_the_command_gives_the_verdict(tiny_gpt2_char):
+    arguments = ("check", tiny_gpt2_char, "0.1 K-composes with 1.0", "--prompts", "4")
+    told = run_json(*arguments, "--json")
+    finding = ov.check(ov.load(tiny_gpt2_char), "0.1 K-composes with 1.0", prompts=4)
+    assert told["verdict"] == finding.verdict == "supported" and told["reason"] == finding.reason
+    assert [row["value"] for row in told["rows"]] == pytest.approx([effect.value for effect in finding.effects])
+    assert "0.1 K-composes with 1.0: supported" in run(*arguments).stdout

@@ -31,7 +31,22 @@ from ov_circuits.cli import app
 from ov_circuits.errors import CircuitsError
 from ov_circuits.report.tables import to_json, write_frame
 
-COMMANDS = ("report", "heads", "head", "paths", "pairs", "attribute", "scan", "inspect", "split", "verify", "fetch")
+COMMANDS = (
+    "report",
+    "heads",
+    "head",
+    "paths",
+    "pairs",
+    "attribute",
+    "scan",
+    "inspect",
+    "split",
+    "verify",
+    "fetch",
+    "ablate",
+    "check",
+    "generate",
+)
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],

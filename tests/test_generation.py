@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import hf_model
+from test_cli import run, run_json
 from test_trace import prompt_for
 
 import ov_circuits as ov
@@ -74,6 +75,7 @@ def test_a_model_that_ends_the_text_stops(write_tiny):
     (lambda m: ov.generate(m, [1] * 60, 5), "60 tokens of prompt and 5 more are beyond the 64"),
     (lambda m: ov.generate(m, [], 5), "prompt is empty"),
     (lambda m: ov.generate(m, [1], continuation=""), "continuation is empty"),
+    (lambda m: ov.generate(ov.load(), "the people of the Uni", continuation="ted"), "joins the continuation"),
     (lambda m: ov.generate(m, [1], continuation=[97]), "outside the vocabulary"),
 ])  # fmt: skip
 def test_faulty_requests_are_said_in_a_sentence(tiny_gpt2_char, call, message):
@@ -94,3 +96,11 @@ def test_logits_of_the_last_position_alone_are_those_of_a_whole_trace(running_fo
         assert abs(last.ledger(*pair).attrs["residual"]) <= 1e-4 * whole.logits.abs().max()
         with pytest.raises(CircuitsError, match="logits of its last position only, not of 1"):
             last.ledger(*pair, position=1)
+
+
+def test_the_command_prints_the_steps(stories260k):
+    rows = run_json("generate", stories260k, "Once upon a", "-n", "3", "--json")["rows"]
+    found = ov.generate(ov.load(stories260k), "Once upon a", 3)
+    assert [row["value"] for row in rows] == pytest.approx(found.frame()["value"].tolist(), abs=1e-6)
+    shown = run("generate", stories260k, "Once upon a", "-n", "3").stdout
+    assert all(repr(step.text).replace(" ", "·") in shown for step in found.steps)

@@ -158,7 +158,7 @@ def generate(
             )
         said = likeliest_continuation(model, tokens, n)
     else:
-        said = _said(model, continuation)
+        said = _said(model, prompt, continuation)
         check_tokens(model, [*tokens, *said])
     whole = trace(model, [*tokens, *said], bos=False)
     assert isinstance(whole, Trace)
@@ -166,11 +166,20 @@ def generate(
     return Generation(whole, start, _steps(whole, start), greedy, greedy and len(said) < n)
 
 
-def _said(model: Model, continuation: str | Sequence[int]) -> list[int]:
-    said = model.tokenizer.encode(continuation) if isinstance(continuation, str) else list(continuation)
-    if not said:
+def _said(model: Model, prompt: str | Sequence[int], continuation: str | Sequence[int]) -> list[int]:
+    """The continuation's ids; of text after text, as the tokenizer reads the two together."""
+    if not len(continuation):
         raise CircuitsError("the continuation is empty: give it at least one token")
-    return said
+    if not isinstance(continuation, str):
+        return list(continuation)
+    if not isinstance(prompt, str):
+        return model.tokenizer.encode(continuation)
+    before, together = model.tokenizer.encode(prompt), model.tokenizer.encode(prompt + continuation)
+    if together[: len(before)] != before or len(together) == len(before):
+        raise CircuitsError(
+            "the tokenizer joins the continuation to the prompt's last token: begin it with the space that is between the two"
+        )
+    return together[len(before) :]
 
 
 def _steps(whole: Trace, start: int) -> tuple[Step, ...]:
