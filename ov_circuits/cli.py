@@ -623,8 +623,7 @@ def ablate(
     cls=_ModelFirst,
     epilog=_examples(
         'ov-circuits check smollm2 "18.6 copies"',
-        'ov-circuits check gpt2 "4.11 K-composes with 5.5"',
-        'ov-circuits check gpt2 "9.3 applies country_capital" --json',
+        'ov-circuits check gpt2 "4.11 K-composes with 5.5" --json',
     ),
 )
 def check(
