@@ -10,7 +10,6 @@ from test_cli import run, run_json
 import ov_circuits as ov
 from ov_circuits import CircuitsError, claims
 from ov_circuits.claims import Applies, Composes, Copies, parse_claim
-from ov_circuits.linalg.rotary import rotate
 
 
 def by_name(finding):
@@ -72,6 +71,14 @@ def test_copying_is_the_attended_tokens_own_logit_over_the_mean(models_dir, refe
         assert effects[effect].value == pytest.approx(sum(right) / len(right), abs=1e-4), effect
 
 
+def rotated(x, theta):
+    """Rotary positions in Llama's layout: the two halves are the pairs' coordinates, pair i turns by t theta^(-2 i / d)."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x)).double()[:, None] * theta ** (-torch.arange(half).double() / half)
+    turned = torch.complex(*x.split(half, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
 def pattern_of(ref, model, head, queries, keys):
     """A head's attention from what its queries and keys read, float64."""
     n, theta = len(queries), model.architecture.rope_theta
@@ -79,7 +86,7 @@ def pattern_of(ref, model, head, queries, keys):
     def project(x, role, which):
         bias = ref.bias(head.layer, role, which)
         out = x @ ref.reader(head.layer, role, which) + (0 if bias is None else bias)
-        return out if theta is None else rotate(out, torch.arange(n), theta)
+        return out if theta is None else rotated(out, theta)
 
     scores = project(queries, "Q", head.index) @ project(keys, "K", ref.kv_head(head.index)).T / ref.d_head**0.5
     return scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
