@@ -10,6 +10,7 @@ import torch
 from conftest import hf_model, transformer_bridge
 from test_cli import run, run_json
 from test_trace import prompt_for
+from tiny_families import VARIANTS, tiny
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
@@ -238,6 +239,49 @@ def test_with_the_rest_frozen_removing_heads_changes_the_logit_by_their_entries(
     entry = entries(model.trace(tokens).ledger(*pair), heads, ("value_path",), [1, 4])
     assert moved["direct_effect"] == pytest.approx(entry, abs=1e-6 * scale)
     assert moved["total_effect"] == pytest.approx(entry, abs=1e-4 * scale)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_on_every_family_frozen_ablations_give_the_entry_and_free_ones_what_the_model_says(variant, tmp_path):
+    """Post-norms, residual factors, parallel blocks, capped logits, fused layouts."""
+    tiny(variant).save_pretrained(tmp_path)
+    model = ov.load(tmp_path)
+    tokens = torch.randint(model.architecture.n_vocab, (7,), generator=torch.Generator().manual_seed(0)).tolist()
+    trace = model.trace(tokens)
+    pair = trace.logits[-1].topk(2).indices.tolist()
+    heads, scale = chosen_heads(model), float(trace.record.uncapped.abs().max())
+    account = trace.ledger(*pair)
+    settings = [
+        ({}, ("value_path", "value_bias"), None),
+        ({"method": "source", "sources": [1, 4]}, ("value_path",), [1, 4]),
+    ]
+    for options, kinds, sources in settings:
+        row = ov.ablate(model, labels(heads), [(trace, *pair)], freeze=True, **options).iloc[0]
+        entry = entries(account, heads, kinds, sources)
+        assert row["direct_effect"] == pytest.approx(entry, abs=1e-5 * scale)
+        assert row["total_effect"] == pytest.approx(entry, abs=1e-4 * scale)
+    network, family, d_head = (
+        hf_model(tmp_path, attn_implementation="eager"),
+        model.source.family,
+        model.architecture.d_head,
+    )
+    for layer, index in heads:
+        place = slice(index * d_head, (index + 1) * d_head)
+        module = network.base_model.get_submodule(family.within + family.projections["O"].name.format(layer=layer))
+
+        def zero(module, args, place=place):
+            z = args[0].clone()
+            z[..., place] = 0
+            return (z, *args[1:])
+
+        module.register_forward_pre_hook(zero)
+    with torch.no_grad():
+        without = network(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    row = ov.ablate(model, labels(heads), [(trace, *pair)]).iloc[0]
+    assert row["ablated_answer_loss"] == pytest.approx(-float(without[-1, pair[0]]), abs=1e-4)
+    last = model.trace([tokens, tokens[:4]], last_logits=True)
+    assert (last[0].logits[0] - trace.logits[-1]).abs().max() <= 1e-5 * scale
+    assert (last[1].logits[0] - trace.logits[3]).abs().max() <= 1e-5 * scale
 
 
 @pytest.mark.parametrize("settings", [
