@@ -460,7 +460,8 @@ def _edits(jobs: Sequence[Job], removal: Removal, seen: _Seen, freeze: bool) -> 
         return restored(output, [record.layers[layer].mlp_output for record in records])
 
     def held(norm: Any, stream: Tensor, normalised: Tensor, clean: Sequence[Tensor]) -> Tensor:
-        at_scale = [norm.held(stream[row, : len(at)].float().cpu(), at) for row, at in enumerate(clean)]
+        moved = [stream[row, : len(at)].float().cpu() - at for row, at in enumerate(clean)]
+        at_scale = [norm(at) + norm.carry(at, part) for at, part in zip(clean, moved, strict=True)]
         return restored(normalised, at_scale)
 
     def post_norm(layer: int, stream: Tensor, normalised: Tensor) -> Tensor:
