@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ov_circuits import distributed, prompts, scores
     from ov_circuits.certificate import verify
+    from ov_circuits.claims import check
     from ov_circuits.errors import CircuitsError
     from ov_circuits.evidence import scoreboard
     from ov_circuits.linalg.lowrank import LowRank
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
     from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
     from ov_circuits.scores.relations import relation_scores
     from ov_circuits.scores.spaces import space_map
+    from ov_circuits.trace.ablation import ablate, ablation_sweep
     from ov_circuits.trace.attribution import attribute
     from ov_circuits.trace.behaviours import behaviours
+    from ov_circuits.trace.generation import Generation, generate
     from ov_circuits.trace.scan import Scan, open_scan, scan
     from ov_circuits.trace.trace import Trace, open_trace
 
@@ -50,10 +53,14 @@ _HOMES = {
     "LowRank": "linalg.lowrank",
     "Trace": "trace.trace",
     "open_trace": "trace.trace",
-    "behaviours": "trace.behaviours",
+    "Generation": "trace.generation",
     "attribute": "trace.attribution",
+    "behaviours": "trace.behaviours",
     "scan": "trace.scan",
     "Scan": "trace.scan",
+    "ablate": "trace.ablation",
+    "ablation_sweep": "trace.ablation",
+    "generate": "trace.generation",
     "open_scan": "trace.scan",
     "compare": "scores.compare",
     "scoreboard": "evidence",
@@ -77,6 +84,7 @@ _HOMES = {
     "spectrum": "scores.chance",
     "space_map": "scores.spaces",
     "dashboard": "report.payload",
+    "check": "claims",
     "verify": "certificate",
     "CircuitsError": "errors",
 }
@@ -90,6 +98,7 @@ _MODULES = {
 
 __all__ = [
     "CircuitsError",
+    "Generation",
     "Head",
     "Layer",
     "LowRank",
@@ -97,8 +106,11 @@ __all__ = [
     "Scan",
     "Trace",
     "__version__",
+    "ablate",
+    "ablation_sweep",
     "attribute",
     "behaviours",
+    "check",
     "compare",
     "component_composition",
     "composition",
@@ -108,6 +120,7 @@ __all__ = [
     "disagreements",
     "distributed",
     "figures",
+    "generate",
     "ioi_copying",
     "ioi_negative_copying",
     "largest_query_key_pairs",

@@ -26,12 +26,15 @@ from ov_circuits.terminal import (
     cost_facts,
     head_facts,
     note,
+    print_ablation,
     print_account,
     print_attribution,
     print_behaviours,
     print_certificate,
     print_changes,
     print_checkpoint,
+    print_finding,
+    print_generation,
     print_head,
     print_heads,
     print_json,
@@ -176,6 +179,27 @@ PromptOption = Annotated[str | None, typer.Option("--prompt", show_default=False
 AgainstOption = Annotated[
     str | None,
     typer.Option("--against", show_default=False, help="A second token: account for the logit difference."),
+]
+
+PromptsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prompts",
+        metavar="SET|FILE",
+        show_default=False,
+        help="Many prompts instead of one: ioi, capitals, .., or a .jsonl file with prompt, answer, foil and roles.",
+    ),
+]
+NumberOption = Annotated[
+    int | None, typer.Option("-n", min=1, show_default=False, help="With --prompts: only so many, at random.")
+]
+DropOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--drop/--no-drop",
+        show_default=False,
+        help="With --prompts: leave out prompts that do not fit the tokenizer. Default: of the package's sets only.",
+    ),
 ]
 
 
@@ -561,18 +585,8 @@ def attribute(
         typer.Option("--answer", show_default=False, help="The token to account for; a leading space is part of it."),
     ] = None,
     against: AgainstOption = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            "--prompts",
-            metavar="SET|FILE",
-            show_default=False,
-            help="Many prompts instead of one: ioi, capitals, .., or a .jsonl file with prompt, answer, foil and roles.",
-        ),
-    ] = None,
-    n: Annotated[
-        int | None, typer.Option("-n", min=1, show_default=False, help="With --prompts: only so many, at random.")
-    ] = None,
+    prompts: PromptsOption = None,
+    n: NumberOption = None,
     roles: Annotated[
         str | None,
         typer.Option(
@@ -582,14 +596,7 @@ def attribute(
             help="With --prompts: named positions. Default: all shared.",
         ),
     ] = None,
-    drop: Annotated[
-        bool | None,
-        typer.Option(
-            "--drop/--no-drop",
-            show_default=False,
-            help="With --prompts: leave out prompts that do not fit the tokenizer. Default: of the package's sets only.",
-        ),
-    ] = None,
+    drop: DropOption = None,
     ids: IdsOption = False,
     bos: BosOption = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Heads to list.")] = 10,
@@ -680,6 +687,181 @@ def _attribute_many(
         print_attribution(frame, top)
     if output is not None:
         note(f"{output}: {len(frame)} components, {len(frame.columns)} columns")
+
+
+@app.command(
+    cls=_ModelFirst,
+    epilog=_examples(
+        'ov-circuits ablate smollm2 17.3,18.6 --prompt "The capital of France is" --answer " Paris"',
+        "ov-circuits ablate gpt2 each --prompts ioi -o ablation.csv",
+    ),
+)
+def ablate(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] HEADS",
+            help="A model (see `heads --help`), and heads to remove together, as in 9.9,10.0; or the word each: each alone.",
+        ),
+    ],
+    prompt: PromptOption = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(
+            "--answer", show_default=False, help="The token to watch. Default: the likeliest, and the runner-up."
+        ),
+    ] = None,
+    against: AgainstOption = None,
+    prompts: PromptsOption = None,
+    n: NumberOption = None,
+    drop: DropOption = None,
+    method: Annotated[
+        str, typer.Option("--method", metavar="METHOD", help="zero, mean, mean_by_position or source.")
+    ] = "zero",
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source", show_default=False, help="With source: a position, or a token's text; may be repeated."
+        ),
+    ] = None,
+    direction: Annotated[
+        int | None, typer.Option("--direction", show_default=False, help="Only this singular direction, from 0.")
+    ] = None,
+    freeze: Annotated[bool, typer.Option("--freeze", help="Hold everything else: the direct path alone.")] = False,
+    ids: IdsOption = False,
+    bos: BosOption = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="With each: heads to list.")] = 20,
+    output: TableOption = None,
+    view: ViewOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove heads: what the model loses, beside what they add directly."""
+    from ov_circuits.prompts import load
+    from ov_circuits.report.tables import to_json
+    from ov_circuits.trace.ablation import ablate as remove
+    from ov_circuits.trace.ablation import ablation_sweep, check_method
+
+    name, heads = _model_and("HEADS", arguments)
+    if (prompt is None) == (prompts is None):
+        raise CircuitsError("name what to run: either --prompt with a text, or --prompts with a set or a .jsonl file")
+    if prompts is not None and (answer is not None or against is not None or ids):
+        raise CircuitsError(
+            "--answer, --against and --ids go with --prompt; the lines of --prompts have their own answers"
+        )
+    sources = None if source is None else [int(part) if _is_position(part) else part for part in source]
+    check_method(method, sources)
+    opened = _open(name, view, revision)
+    if prompts is None and (n, drop) != (None, None):
+        raise CircuitsError("-n and --drop go with --prompts")
+    asked: Any = [_prompt(str(prompt), ids)] if prompts is None else load(prompts, opened, n=n, bos=bos, drop=drop)
+    options: dict[str, Any] = {"sources": sources, "direction": direction, "freeze": freeze, "bos": bos}
+    options |= {
+        key: None if word is None else _word(word, ids) for key, word in (("answer", answer), ("against", against))
+    }
+    chosen = [part.strip() for part in heads.split(",") if part.strip()]
+    with _table(output, opened) as write:
+        note("running the model")
+        if chosen == ["each"]:
+            frame = ablation_sweep(opened, asked, method, **options)
+        else:
+            frame = remove(opened, chosen, asked, method, **options)
+        write(frame)
+    if as_json:
+        print(to_json(frame))
+    elif output is None:
+        print_ablation(frame, top)
+    if output is not None:
+        note(f"{output}: {len(frame)} rows")
+
+
+@app.command(
+    cls=_ModelFirst,
+    epilog=_examples(
+        'ov-circuits check smollm2 "18.6 copies"',
+        'ov-circuits check gpt2 "4.11 K-composes with 5.5" --json',
+    ),
+)
+def check(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] CLAIM",
+            help="A model (see `heads --help`), and '9.9 copies', '10.7 suppresses', '9.3 applies RELATION' or "
+            "'4.11 K-composes with 5.5' (or Q).",
+        ),
+    ],
+    prompts: Annotated[int, typer.Option("--prompts", min=2, help="How many prompts to build.")] = 24,
+    others: Annotated[int, typer.Option("--others", min=1, help="How many other heads to compare with.")] = 8,
+    among: Annotated[
+        str, typer.Option("--among", metavar="layer|model", help="Where these heads are from: the same layer, or all.")
+    ] = "layer",
+    seed: Annotated[int, typer.Option("--seed", help="Of prompts, heads and intervals.")] = 0,
+    output: TableOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Does a head do what its weights say? A claim on prompts that are built for it, beside random other heads."""
+    from ov_circuits.claims import check as put_to_test
+    from ov_circuits.claims import parse_claim
+    from ov_circuits.report.tables import to_json
+
+    name, text = _model_and("CLAIM", arguments)
+    claim = parse_claim(text)
+    opened = _open(name, None, revision)
+    with _table(output, opened) as write:
+        note("running the model on probes")
+        finding = put_to_test(opened, claim, prompts=prompts, others=others, among=among, seed=seed)
+        write(finding.frame())
+    if as_json:
+        print(to_json(finding.frame()))
+    else:
+        print_finding(finding)
+
+
+@app.command(
+    cls=_ModelFirst,
+    epilog=_examples(
+        'ov-circuits generate "the people of the" -n 5', 'ov-circuits generate smollm2 "Once" -o steps.csv'
+    ),
+)
+def generate(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[MODEL] PROMPT", help="A model (see `heads --help`), and a prompt.")
+    ],
+    n: Annotated[int, typer.Option("-n", min=1, help="Tokens to generate; fewer where the model ends the text.")] = 10,
+    continuation: Annotated[
+        str | None,
+        typer.Option(
+            "--continuation", show_default=False, help="Account for this text instead of what the model says."
+        ),
+    ] = None,
+    ids: IdsOption = False,
+    bos: BosOption = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Heads to list at each step.")] = 3,
+    output: TableOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a prompt with its likeliest tokens: which heads chose each of them over its runner-up."""
+    from ov_circuits.report.tables import to_json
+    from ov_circuits.trace.generation import generate as continue_prompt
+
+    name, prompt = _model_and("PROMPT", arguments)
+    opened = _open(name, None, revision)
+    given = None if continuation is None else _prompt(continuation, ids)
+    with _table(output, opened) as write:
+        note("running the prompt")
+        found = continue_prompt(opened, _prompt(prompt, ids), n, continuation=given, bos=bos)
+        frame = found.frame() if output is not None or as_json else None
+        if frame is not None:
+            write(frame)
+    if as_json and frame is not None:
+        print(to_json(frame))
+    elif output is None:
+        print_generation(found, top)
+    if output is not None:
+        note(f"{output}: {len(found.steps)} steps")
 
 
 # -- heads over a corpus ----------------------------------------------------------------------------------------------
@@ -947,6 +1129,10 @@ def _count_or_all(text: str | None) -> int | str | None:
 
 def _prompt(text: str, ids: bool) -> str | list[int]:
     return [_id(part) for part in text.replace(",", " ").split()] if ids else text
+
+
+def _is_position(text: str) -> bool:
+    return _is_count(text.removeprefix("-"))
 
 
 def _word(text: str, ids: bool) -> str | int:

@@ -389,17 +389,19 @@ class Model:
 
     @overload
     def trace(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and comes first
-        self, prompt: str | Sequence[int] | Tensor, *, bos: bool | None = None
+        self, prompt: str | Sequence[int] | Tensor, *, bos: bool | None = None, last_logits: bool = False
     ) -> Trace: ...
 
     @overload
-    def trace(self, prompt: Sequence[str] | Sequence[Sequence[int]], *, bos: bool | None = None) -> list[Trace]: ...
+    def trace(
+        self, prompt: Sequence[str] | Sequence[Sequence[int]], *, bos: bool | None = None, last_logits: bool = False
+    ) -> list[Trace]: ...
 
-    def trace(self, prompt: Any, *, bos: bool | None = None) -> Trace | list[Trace]:
+    def trace(self, prompt: Any, *, bos: bool | None = None, last_logits: bool = False) -> Trace | list[Trace]:
         """Run the model on a prompt, or on several; see :func:`ov_circuits.trace.trace.trace`."""
         from ov_circuits.trace.trace import trace
 
-        return trace(self, prompt, bos=bos)
+        return trace(self, prompt, bos=bos, last_logits=last_logits)
 
     def verify(self) -> Certificate:
         """Check the split on this very checkpoint; see :func:`ov_circuits.certificate.verify`."""

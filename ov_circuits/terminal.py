@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ov_circuits.certificate import Certificate
     from ov_circuits.checkpoint.census import Census
     from ov_circuits.checkpoint.layout import Architecture
+    from ov_circuits.claims import Finding
     from ov_circuits.model import Head, Model
+    from ov_circuits.trace.generation import Generation
     from ov_circuits.trace.scan import Scan
     from ov_circuits.trace.trace import Trace
 
@@ -483,6 +485,73 @@ def _print_examples(examples: pd.DataFrame, measure: str, title: str) -> None:
 def _words(column: str) -> str:
     """``attention_same_token`` -> ``same token``."""
     return column.removeprefix("attention_").replace("_", " ")
+
+
+def print_ablation(frame: pd.DataFrame, top: int) -> None:
+    """What removing heads does: a row a prompt, or a row a head where each was removed alone."""
+    attrs = frame.attrs
+    how = attrs["method"] + ("" if attrs["direction"] is None else f", singular direction {attrs['direction']}")
+    how += ", everything else frozen" if attrs["freeze"] else ""
+    if "heads" in attrs:
+        title = f"{attrs['model']} without {', '.join(attrs['heads'])} ({how})"
+        columns = ["prompt", "answer", "against", "clean", "ablated", "direct_effect", "total_effect"]
+        columns += ["clean_loss", "ablated_loss", "kl"]
+    else:
+        title = f"{attrs['model']}, each head alone ({how}), {attrs['prompts']} prompts"
+        columns = ["head", "direct_effect", "total_effect", "loss_change", "answer_loss_change", "kl", "mean_kl"]
+        frame = frame.sort_values("total_effect", key=abs, ascending=False).head(top)
+    words = ("prompt", "head", "answer", "against")
+    rows = [
+        [str(row[name]) if name in words[:2] else _tokens([row[name]]) if name in words else _number(row[name])
+         for name in columns]
+        for row in frame.to_dict("records")
+    ]  # fmt: skip
+    align = "".join("l" if name in words else "r" for name in columns)
+    _print_table(title, [name.replace("_", " ") for name in columns], rows, align)
+    note(
+        "direct effect: the ledger's entry of what was removed; total effect: what the logit (difference) lost; losses in nats"
+    )
+
+
+def print_finding(finding: Finding) -> None:
+    """A claim's verdict and what was measured."""
+    style = {"supported": "bold green", "not supported": "bold red"}.get(finding.verdict, "bold yellow")
+    line = stdout().print
+    line(_styled(f"{finding.model}: {finding.claim}: {finding.verdict}", style), highlight=False)
+    line(finding.reason, markup=False, highlight=False, soft_wrap=True)
+    if not finding.effects:
+        return
+    rows = [
+        (
+            effect.name,
+            f"{effect.value:+.4g}",
+            f"{effect.low:+.3g} to {effect.high:+.3g}",
+            f"{effect.others:+.4g}",
+            f"{effect.difference_low:+.3g} to {effect.difference_high:+.3g}",
+            f"{effect.at_least_as_strong} of {len(finding.others)}",
+            effect.what,
+        )
+        for effect in finding.effects
+    ]
+    columns = ("effect", "head", "95 %", "others", "difference, 95 %", "as strong", "what it is")
+    _print_table(f"{finding.prompts} prompts, against {', '.join(finding.others)}", columns, rows, "lrrrrrl")
+
+
+def print_generation(found: Generation, top: int) -> None:
+    """A continuation, token by token, with the heads that chose each."""
+    heads = found.heads()
+    rows = []
+    for number, step in enumerate(found.steps):
+        own = heads[heads["step"] == number].sort_values("value", key=abs, ascending=False).head(top)
+        strongest = "  ".join(f"{row['head']} {row['value']:+.2f}" for row in own.to_dict("records"))
+        chosen = (_tokens([step.text]), f"{step.probability:.3f}", _tokens([step.runner_up_text]))
+        difference = f"{step.account.reading.actual:+.3f}"
+        rows.append((str(number), *chosen, f"{step.runner_up_probability:.3f}", difference, strongest))
+    columns = ("step", "token", "p", "runner-up", "p", "logit difference", "strongest heads, directly")
+    bos = "BOS added" if found.trace.bos_added else "no BOS added"
+    _print_table(f"{found.trace.model.name} after {found.start} tokens ({bos})", columns, rows, "llrlrrl")
+    if found.ended:
+        note("the model ended the text itself")
 
 
 def _strongest_source(moved: pd.DataFrame, trace: Trace) -> str:

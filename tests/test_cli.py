@@ -32,7 +32,8 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.report.tables import to_json, write_frame
 
 COMMANDS = (
-    "report", "heads", "head", "paths", "pairs", "behaviours", "attribute", "scan", "inspect", "split", "verify", "fetch",
+    "report", "heads", "head", "paths", "pairs", "compare", "behaviours", "attribute", "ablate", "check", "generate", "scan",
+    "inspect", "split", "verify", "fetch",
 )  # fmt: skip
 
 LLAMA_3_8B = {

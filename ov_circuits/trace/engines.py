@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,16 +63,16 @@ class Record:
         position: learned position embeddings, [pos, d_model], or None.
         layers: one :class:`LayerRecord` a layer.
         final: the residual stream that the final norm reads, [pos, d_model].
-        logits: the model's own logits, [pos, n_vocab].
-        uncapped: the logits before a softcap, [pos, n_vocab]; the very logits where the model has none.
+        logits: the model's own logits, [kept, n_vocab]: of all positions, or of the last one alone.
+        uncapped: the logits before a softcap, [kept, n_vocab]; the very logits where the model has none.
     """
 
     shard: Shard
     position: Float[Tensor, "pos d_model"] | None
     layers: tuple[LayerRecord, ...]
     final: Float[Tensor, "pos d_model"]
-    logits: Float[Tensor, "pos n_vocab"]
-    uncapped: Float[Tensor, "pos n_vocab"]
+    logits: Float[Tensor, "kept n_vocab"]
+    uncapped: Float[Tensor, "kept n_vocab"]
 
     @property
     def embedding(self) -> Float[Tensor, "pos d_model"]:
@@ -83,8 +84,10 @@ class Record:
 # What can be kept of a layer.
 LAYER_FIELDS = tuple(field.name for field in fields(LayerRecord))
 
-# Tokens that run side by side: enough to keep matrix products busy, few enough to keep a batch's record small.
+# Tokens that run side by side: enough to keep matrix products busy, few enough to keep a batch's record small; and how many
+# logits those may have, which is what fills the memory of a model with a large vocabulary.
 _BATCH_TOKENS = 4096
+_BATCH_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,14 @@ class Edits:
 
     Attributes:
         z: (layer, z [batch, pos, head, d_head]) -> z: before the output projection reads it.
+        post_norm: (layer, attention output [batch, pos, d_model], normalised) -> normalised: instead of the norm's output that
+            some families put between the attention and the stream.
         mlp: (layer, output [batch, pos, d_model]) -> output: before it is added to the stream.
         final: (stream [batch, pos, d_model], normalised) -> normalised: instead of the final norm's output.
     """
 
     z: Callable[[int, Tensor], Tensor] | None = None
+    post_norm: Callable[[int, Tensor, Tensor], Tensor] | None = None
     mlp: Callable[[int, Tensor], Tensor] | None = None
     final: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -106,15 +112,17 @@ class Edits:
 class Batch:
     """What a run of prompts of one (padded) length left behind; [batch, ...] each, float32 on the CPU.
 
-    ``layers`` holds, for each layer, the fields of :class:`LayerRecord` that were asked for.
+    ``layers`` holds, for each layer, the fields of :class:`LayerRecord` that were asked for, and ``logits_at`` the positions that
+    have logits, None for all.
     """
 
     shard: Shard
     position: Float[Tensor, "batch pos d_model"] | None
     layers: tuple[dict[str, Tensor], ...]
     final: Float[Tensor, "batch pos d_model"]
-    logits: Float[Tensor, "batch pos n_vocab"]
-    uncapped: Float[Tensor, "batch pos n_vocab"]
+    logits: Float[Tensor, "batch kept n_vocab"]
+    uncapped: Float[Tensor, "batch kept n_vocab"]
+    logits_at: tuple[int, ...] | None = None
 
     def prompt(self, index: int, length: int) -> Record:
         """One prompt's record, its padding cut off."""
@@ -126,26 +134,32 @@ class Batch:
             by_head = {"pattern": kept["pattern"][index, :, :length, :length], "z": kept["z"][index, :, :length]}
             return LayerRecord(**{name: cut(kept[name]) for name in LAYER_FIELDS if name not in by_head}, **by_head)
 
-        logits = cut(self.logits)
+        if self.logits_at is None:
+            kept_rows = slice(length)
+        else:
+            last = self.logits_at.index(length - 1)
+            kept_rows = slice(last, last + 1)
+        logits = self.logits[index, kept_rows]
         return Record(
             shard=self.shard,
             position=None if self.position is None else cut(self.position),
             layers=tuple(layer_record(kept) for kept in self.layers),
             final=cut(self.final),
             logits=logits,
-            uncapped=logits if self.uncapped is self.logits else cut(self.uncapped),
+            uncapped=logits if self.uncapped is self.logits else self.uncapped[index, kept_rows],
         )
 
 
-def record(model: Model, prompts: Sequence[Sequence[int]]) -> list[Record]:
-    """Run the model on prompts and keep everything.
+def record(model: Model, prompts: Sequence[Sequence[int]], *, last_logits: bool = False) -> list[Record]:
+    """Run the model on prompts and keep everything; of logits, where asked, those of each prompt's last position alone.
 
     Raises:
         CircuitsError: the checkpoint cannot run (attention weights only), or some ids do not fit it.
     """
     found: list[Record] = []
     for batch in batches(model, prompts):
-        observed = run(model, pad(batch), keep=LAYER_FIELDS)
+        ends = tuple(sorted({len(prompt) - 1 for prompt in batch})) if last_logits else None
+        observed = run(model, pad(batch), keep=LAYER_FIELDS, logits_at=ends)
         found += [observed.prompt(index, len(prompt)) for index, prompt in enumerate(batch)]
     return found
 
@@ -158,12 +172,12 @@ def batches(model: Model, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence
     """
     for tokens in prompts:
         check_tokens(model, tokens)
-    start = 0
+    start, limit = 0, min(_BATCH_TOKENS, _BATCH_LOGITS // model.architecture.n_vocab)
     while start < len(prompts):
         stop, longest = start, 0
         while stop < len(prompts):
             longest = max(longest, len(prompts[stop]))
-            if stop > start and longest * (stop + 1 - start) > _BATCH_TOKENS:
+            if stop > start and longest * (stop + 1 - start) > limit:
                 break
             stop += 1
         yield prompts[start:stop]
@@ -177,7 +191,12 @@ def pad(prompts: Sequence[Sequence[int]]) -> Int[Tensor, "batch pos"]:
 
 
 def run(
-    model: Model, tokens: Int[Tensor, "batch pos"], *, keep: Collection[str] = (), edits: Edits | None = None
+    model: Model,
+    tokens: Int[Tensor, "batch pos"],
+    *,
+    keep: Collection[str] = (),
+    edits: Edits | None = None,
+    logits_at: tuple[int, ...] | None = None,
 ) -> Batch:
     """Run ids that were checked, and keep the named fields of every layer.
 
@@ -186,6 +205,7 @@ def run(
         tokens: ids, padded on the right.
         keep: names among :data:`LAYER_FIELDS`.
         edits: what to change on the way; what is kept is what was there after the change.
+        logits_at: the positions whose logits are wanted; all when None.
     """
     network = network_of(model)
     parts = _Parts(network, model, len(tokens))
@@ -196,7 +216,10 @@ def run(
         for handle in (*parts.edit(edits or Edits()), *parts.watch(kept, frozenset(keep), ends)):
             stack.callback(handle.remove)
         stack.enter_context(torch.no_grad())
-        logits = network(tokens.to(_device(network)), use_cache=False).logits
+        tokens = tokens.to(_device(network))
+        # Unembedding is a fifth of a small model's work, and most of what it leaves behind.
+        wanted = {} if logits_at is None else {"logits_to_keep": torch.tensor(logits_at, device=tokens.device)}
+        logits = network(tokens, use_cache=False, **wanted).logits
     position = ends.get("position")
     if position is not None:
         position = position.expand(len(tokens), -1, -1)
@@ -204,7 +227,20 @@ def run(
     uncapped = (
         logits if model.architecture.logit_softcap is None else ends["unembedded"] * model.architecture.logit_scale
     )
-    return Batch(parts.shard, position, kept, ends["final"], logits, uncapped)
+    return Batch(parts.shard, position, kept, ends["final"], logits, uncapped, logits_at)
+
+
+def likeliest_continuation(model: Model, tokens: Sequence[int], n: int) -> list[int]:
+    """The likeliest next token n times over, from ids that were checked; fewer where the model ends the text itself."""
+    network = network_of(model)
+    end = network.generation_config.eos_token_id
+    ends = end if isinstance(end, list) else [end]
+    found: list[int] = []
+    with _ready(network), torch.no_grad():
+        while len(found) < n and not (found and found[-1] in ends):
+            logits = network(torch.tensor([[*tokens, *found]]).to(_device(network)), use_cache=False).logits
+            found.append(int(logits[0, -1].argmax()))
+    return found
 
 
 class _Parts:
@@ -235,12 +271,13 @@ class _Parts:
             if edits.z is not None:
                 projection = self._module(self._family.projections["O"].name, layer)
                 yield projection.register_forward_pre_hook(self._edit_z(edits.z, layer))
+            if edits.post_norm is not None and self._family.attention_post_norm is not None:
+                norm = self._module(self._family.attention_post_norm, layer)
+                yield norm.register_forward_hook(_edit_norm(partial(edits.post_norm, layer)))
             if edits.mlp is not None:
                 yield self._mlp(layer).register_forward_hook(self._edit_mlp(edits.mlp, layer))
         if edits.final is not None:
-            change = edits.final
-            norm = self._module(self._family.final_norm)
-            yield norm.register_forward_hook(lambda _, args, output: change(args[0], output))
+            yield self._module(self._family.final_norm).register_forward_hook(_edit_norm(edits.final))
 
     def _edit_z(self, change: Callable[[int, Tensor], Tensor], layer: int) -> Callable[..., Any]:
         def hook(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -314,6 +351,10 @@ def _hidden(args: Any, kwargs: Any) -> Tensor:
 
 def _keep_output(into: dict[str, Tensor], name: str) -> Callable[..., None]:
     return lambda _, args, output: into.update({name: _own(_first(output))})
+
+
+def _edit_norm(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda _, args, output: change(args[0], output).to(output.dtype)
 
 
 def _first(output: Any) -> Tensor:

@@ -232,7 +232,7 @@ def logit_reading(trace: Trace, answer: Answer, against: str | int | None = None
         tokens, amounts = list(weights), torch.tensor(list(weights.values()), dtype=torch.float64)
         column = scale * (source.unembedding[:, tokens].double() @ amounts)
         frozen = _final(trace, at, column)
-        actual = float(trace.record.uncapped[at, tokens].double() @ amounts)
+        actual = float(trace.record.uncapped[trace.row(at), tokens].double() @ amounts)
         constants = _bias("final_norm", "norm_bias", frozen.constant, source.final_norm.bias)
         if source.unembedding_bias is not None:
             shift = scale * float(source.unembedding_bias[tokens].double() @ amounts)
@@ -371,14 +371,14 @@ def _value_side(
 
 
 def accounts(traces: Sequence[Trace], readings: Sequence[Reading]) -> list[Account]:
-    """One account a trace; all traces are of one model. Each layer's weights are taken once for all of them."""
-    n_layers = max((reading.layer for reading in readings), default=0)
-    entries = [[_layer_entries(t, r, i) if i < r.layer else None for t, r in zip(traces, readings, strict=True)]
-               for i in range(n_layers)]  # fmt: skip
-    return [
-        _account(trace, reading, [layer[index] for layer in entries[: reading.layer]])
-        for index, (trace, reading) in enumerate(zip(traces, readings, strict=True))
-    ]
+    """One account a trace; all traces are of one model. Each layer's weights are read out once for all of them."""
+    layers: list[list[_LayerEntries]] = [[] for _ in readings]
+    for index in range(max((reading.layer for reading in readings), default=0)):
+        before = [number for number, reading in enumerate(readings) if index < reading.layer]
+        found = _layer_entries([traces[number] for number in before], [readings[number] for number in before], index)
+        for number, entries in zip(before, found, strict=True):
+            layers[number].append(entries)
+    return [_account(*parts) for parts in zip(traces, readings, layers, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -391,31 +391,36 @@ class _LayerEntries:
     mlp: float
 
 
-def _layer_entries(trace: Trace, reading: Reading, index: int) -> _LayerEntries:
-    layer, weights, at = trace.record.layers[index], trace.model.layer(index), reading.position
-    own = trace.record.shard.heads
-    through = _through_post_norm(trace, index, at, reading.direction)
-    read_out = weights.W_O[own].double() @ through.direction
+def _layer_entries(traces: Sequence[Trace], readings: Sequence[Reading], index: int) -> list[_LayerEntries]:
+    weights, own = traces[0].model.layer(index), traces[0].record.shard.heads
+    through = torch.stack([write_direction(*pair, index) for pair in zip(traces, readings, strict=True)])
+    read_out = torch.einsum("hdm,rm->rhd", weights.W_O[own].double(), through)
+    read_in = None  # clamped values are no linear function of what they read
     if weights.qkv_clip is None:
-        read_in = torch.einsum("hmd,hd->hm", weights.per_query_head(weights.W_V)[own].double(), read_out)
-        per_source = read_in @ layer.attention_input[: at + 1].double().mT
-    else:
-        per_source = torch.einsum("hsd,hd->hs", unbiased_values(layer, weights)[own, : at + 1].double(), read_out)
-    pattern = layer.pattern[:, at, : at + 1].double()
-    value_bias = None
-    if weights.b_V is not None:
-        value_bias = (value_bias_writes(weights)[own].double() @ through.direction) * pattern.sum(-1)
-    return _LayerEntries(
-        value_path=pattern * per_source,
-        value_bias=value_bias,
-        b_O=None if weights.b_O is None else float(weights.b_O.double() @ through.direction),
-        mlp=float(layer.mlp_output[at].double() @ reading.direction),
-    )
+        read_in = torch.einsum("hmd,rhd->rhm", weights.per_query_head(weights.W_V)[own].double(), read_out)
+    value_bias = None if weights.b_V is None else through @ value_bias_writes(weights)[own].double().mT
+    b_O = None if weights.b_O is None else (through @ weights.b_O.double()).tolist()
+    found = []
+    for row, (trace, reading) in enumerate(zip(traces, readings, strict=True)):
+        layer, at = trace.record.layers[index], reading.position
+        if read_in is None:
+            values = unbiased_values(layer, weights)[own, : at + 1].double()
+            per_source = torch.einsum("hsd,hd->hs", values, read_out[row])
+        else:
+            per_source = read_in[row] @ layer.attention_input[: at + 1].double().mT
+        pattern = layer.pattern[:, at, : at + 1].double()
+        entries = _LayerEntries(
+            value_path=pattern * per_source,
+            value_bias=None if value_bias is None else value_bias[row] * pattern.sum(-1),
+            b_O=None if b_O is None else b_O[row],
+            mlp=float(layer.mlp_output[at].double() @ reading.direction),
+        )
+        found.append(entries)
+    return found
 
 
-def _account(trace: Trace, reading: Reading, layers: Sequence[_LayerEntries | None]) -> Account:
+def _account(trace: Trace, reading: Reading, found: Sequence[_LayerEntries]) -> Account:
     at, d, record, a = reading.position, reading.direction, trace.record, trace.model.architecture
-    found = [layer for layer in layers if layer is not None]
     biases = [layer.value_bias for layer in found if layer.value_bias is not None]
     b_O = [layer.b_O for layer in found if layer.b_O is not None]
     empty = torch.zeros(0, a.n_heads, at + 1, dtype=torch.float64)
@@ -429,6 +434,11 @@ def _account(trace: Trace, reading: Reading, layers: Sequence[_LayerEntries | No
         b_O=torch.tensor(b_O, dtype=torch.float64) if b_O else None,
         mlp=torch.tensor([layer.mlp for layer in found], dtype=torch.float64),
     )
+
+
+def write_direction(trace: Trace, reading: Reading, layer: int) -> Float[Tensor, " d_model"]:
+    """Along which a reading sees what a layer's heads write at its position: a head's entry is its write times this."""
+    return _through_post_norm(trace, layer, reading.position, reading.direction).direction
 
 
 def _through_post_norm(trace: Trace, layer: int, at: int, direction: Tensor) -> FrozenNorm:

@@ -8,7 +8,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,19 @@ def peak_megabytes() -> float:
         return int(line.split()[1]) / 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+@contextmanager
+def memory_above() -> Iterator[Callable[[], float]]:
+    """Megabytes by which the process's peak within the block is above what it held before; Linux only."""
+    status = Path("/proc/self/status")
+
+    def held(key: str) -> float:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith(key)).split()[1]) / 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    before = held("VmRSS")
+    yield lambda: held("VmHWM") - before
 
 
 def in_process(script: str, step: str, *arguments: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def main() -> None:
             "OMP_NUM_THREADS": threads,
             "OV_CIRCUITS_BENCHMARK_ROWS": str(rows),
         }
-        for name in ("spectra", "command", "composition", "rank_copying", "page", "scan"):
+        for name in ("spectra", "command", "composition", "rank_copying", "ledger", "page", "scan"):
             command = [sys.executable, str(here / f"{name}.py"), "--threads", threads]
             if subprocess.run(command, env=environment, check=False).returncode:
                 failed.append(name)

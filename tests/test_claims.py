@@ -1,0 +1,243 @@
+"""Claims against numbers worked out from the definition, and against what is known of real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_ablation import logits_edited
+from test_cli import run, run_json
+
+import ov_circuits as ov
+from ov_circuits import CircuitsError, claims
+from ov_circuits.claims import Applies, Composes, Copies, parse_claim
+
+
+def by_name(finding):
+    return {effect.name: effect for effect in finding.effects}
+
+
+@pytest.fixture
+def probes(monkeypatch):
+    """The traces that a check was made on."""
+    seen = []
+    inner = claims._repeated
+
+    def spy(*arguments):
+        seen.extend(inner(*arguments))
+        return seen
+
+    monkeypatch.setattr(claims, "_repeated", spy)
+    return seen
+
+
+def norm(ref, x, scale_of, gain, bias):
+    """A norm's rows of x at the scale of other rows, float64."""
+    eps = ref.config.get("layer_norm_epsilon", ref.config.get("rms_norm_eps"))
+    if bias is not None:
+        x, scale_of = x - x.mean(-1, keepdim=True), scale_of - scale_of.mean(-1, keepdim=True)
+    normed = x / (scale_of.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+    return normed if bias is None else normed + bias
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2-char", "stories260k"])
+def test_copying_is_the_attended_tokens_own_logit_over_the_mean(models_dir, reference, probes, name):
+    folder = models_dir / name
+    model, ref = ov.load(folder), reference(folder)
+    layer, index = model.n_layers - 2, 1
+    effects = by_name(ov.check(model, f"{layer}.{index} copies", prompts=2, others=1))
+    gain, bias = ref.final_norm()
+    no_bias = None if bias is None else 0 * bias  # the norm's bias is no head's
+    columns = ref.W_U - ref.W_U.mean(1, keepdim=True)
+    direct, attention, ablation = [], [], []
+    for trace in probes:
+        record, kv, n = trace.record.layers[layer], ref.kv_head(index), len(trace)
+        moved = record.attention_input.double() @ ref.reader(layer, "V", kv) @ ref.W_O(layer, index)
+        final, pattern = trace.record.final.double(), record.pattern[index].double()
+
+        def zero(where, z, pattern, values):
+            if where == layer:
+                z[:, index] = 0
+            return z
+
+        without = logits_edited(folder, list(trace.tokens), zero)
+        lost = trace.logits.double() - without
+        lost = lost - lost.mean(-1, keepdim=True)
+        for t in range(n - n // 2, n):
+            lifts = [norm(ref, moved[s], final[t], gain, no_bias) @ columns[:, trace.tokens[s]] for s in range(t + 1)]
+            direct.append(float(sum(pattern[t, s] * lifts[s] for s in range(1, t + 1))))
+            attention.append(float(pattern[t, 1:].sum()))
+            ablation.append(float(sum(pattern[t, s] * lost[t, trace.tokens[s]] for s in range(1, t + 1))))
+    for effect, right in (("direct", direct), ("attention", attention), ("ablation", ablation)):
+        assert effects[effect].value == pytest.approx(sum(right) / len(right), abs=1e-4), effect
+
+
+def rotated(x, theta):
+    """Rotary positions in Llama's layout: the two halves are the pairs' coordinates, pair i turns by t theta^(-2 i / d)."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x)).double()[:, None] * theta ** (-torch.arange(half).double() / half)
+    turned = torch.complex(*x.split(half, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def pattern_of(ref, model, head, queries, keys):
+    """A head's attention from what its queries and keys read, float64."""
+    n, theta = len(queries), model.architecture.rope_theta
+
+    def project(x, role, which):
+        bias = ref.bias(head.layer, role, which)
+        out = x @ ref.reader(head.layer, role, which) + (0 if bias is None else bias)
+        return out if theta is None else rotated(out, theta)
+
+    scores = project(queries, "Q", head.index) @ project(keys, "K", ref.kv_head(head.index)).T / ref.d_head**0.5
+    return scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize(("name", "sender", "side", "receiver"), [
+    ("tiny-gpt2-char", "0.1", "K", "1.2"),
+    ("tiny-gpt2-char", "0.3", "Q", "1.2"),
+    ("stories260k", "1.3", "K", "3.6"),
+    ("stories260k", "0.2", "Q", "2.1"),
+])  # fmt: skip
+def test_path_patching_is_the_receivers_pattern_from_edited_keys_or_queries(
+    models_dir, reference, probes, name, sender, side, receiver
+):
+    folder = models_dir / name
+    model, ref = ov.load(folder), reference(folder)
+    effects = by_name(ov.check(model, f"{sender} {side}-composes with {receiver}", prompts=2, others=1))
+    head = model.head(receiver)
+    layer = head.layer
+    lost, moved = [], []
+    for trace in probes:
+        stream, n = trace.record.layers[layer].stream.double(), len(trace)
+        clean = norm(ref, stream, stream, *ref.norm(layer))
+        edited = norm(ref, stream - trace.write(sender).double(), stream, *ref.norm(layer))
+
+        before = pattern_of(ref, model, head, clean, clean)
+        after = pattern_of(ref, model, head, *((edited, clean) if side == "Q" else (clean, edited)))
+        for t in range(n - n // 2, n):
+            favourite = int(before[t, 1:].argmax()) + 1
+            lost.append(float(before[t, favourite] - after[t, favourite]))
+            moved.append(float((before[t] - after[t]).abs().sum() / 2))
+    assert effects["path"].value == pytest.approx(sum(lost) / len(lost), abs=1e-5)
+    assert effects["pattern"].value == pytest.approx(sum(moved) / len(moved), abs=1e-5)
+
+
+def test_a_relation_is_measured_from_its_source_word_on_the_answers_of_others(stories260k, tmp_path, monkeypatch):
+    model = ov.load(stories260k)
+    words = [word for word in model.tokenizer._by_text if word.strip().isalpha() and word.startswith(" ")][:16]
+    pairs = [(words[i].strip(), words[i + 1].strip()) for i in range(0, 16, 2)]
+    file = tmp_path / "made_up.csv"
+    file.write_text("# a relation\nsource,target\n" + "".join(f"{a},{b}\n" for a, b in pairs))
+    asked, targets = [], {f" {b}": f" {a}" for a, b in pairs}
+    inner = claims.logit_reading
+    monkeypatch.setattr(
+        claims, "logit_reading", lambda trace, weights: asked.append((trace, weights)) or inner(trace, weights)
+    )
+    effects = by_name(ov.check(model, Applies("3.1", str(file)), prompts=3, others=2))
+    direct, attention = [], []
+    for trace, weights in asked:
+        target = max(weights, key=weights.get)
+        source = max(p for p, text in enumerate(trace.texts) if text.strip().isalpha())
+        assert trace.texts[source] == targets[model.tokenizer.text(target)]
+        assert sum(weights.values()) == pytest.approx(0) and len(weights) == 8
+        account = trace.ledger(weights)
+        row = account[(account["head"] == "3.1") & (account["source"] == source)]
+        direct.append(row["value"].item())
+        attention.append(float(trace.pattern("3.1")[-1, source]))
+    assert len(direct) == 3
+    assert effects["direct"].value == pytest.approx(sum(direct) / 3, abs=1e-6)
+    assert effects["attention"].value == pytest.approx(sum(attention) / 3, abs=1e-6)
+
+
+# -- what is known ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("receiver", ["1.0", "1.1", "1.2", "1.3"])
+def test_the_previous_token_head_composes_with_every_induction_head(tiny_gpt2_char, receiver):
+    model = ov.load(tiny_gpt2_char)
+    finding = ov.check(model, f"0.1 K-composes with {receiver}", prompts=8)
+    effects = by_name(finding)
+    assert finding.verdict == "supported" and finding.others == ("0.0", "0.2", "0.3") and finding.prompts == 8
+    assert effects["path"].value > 0.3 and effects["path"].at_least_as_strong == 0
+    assert effects["path"].difference_low > 0.2 and effects["ablation"].low > 0.2
+    assert ov.check(model, f"0.2 K-composes with {receiver}", prompts=8).verdict == "not supported"
+
+
+def test_induction_heads_copy_and_do_not_suppress(tiny_gpt2_char):
+    model = ov.load(tiny_gpt2_char)
+    copies = ov.check(model, "1.2 copies", prompts=8, among="model")
+    assert copies.verdict == "supported" and by_name(copies)["direct"].low > 1
+    suppresses = ov.check(model, "1.2 suppresses", prompts=8, among="model")
+    assert suppresses.verdict == "not supported" and "not below zero" in suppresses.reason
+    beside_its_kind = ov.check(model, "1.0 copies", prompts=8)
+    assert (
+        beside_its_kind.verdict == "not supported" and "no more than other heads of its layer" in beside_its_kind.reason
+    )
+
+
+def test_the_same_seed_gives_the_same_finding(tiny_gpt2_char):
+    model = ov.load(tiny_gpt2_char)
+    first, second = (ov.check(model, "1.2 copies", prompts=3, seed=5) for _ in range(2))
+    assert first == second and first != ov.check(model, "1.2 copies", prompts=3, seed=6)
+    frame = first.frame()
+    assert (
+        list(frame["name"]) == ["attention", "write", "direct", "ablation"] and frame.attrs["verdict"] == first.verdict
+    )
+    for effect in first.effects:
+        assert effect.low <= effect.value <= effect.high
+        assert effect.difference == pytest.approx(effect.value - effect.others, abs=1e-9)
+
+
+def test_what_cannot_be_tested_says_why(tiny_gpt2_char):
+    finding = ov.check(ov.load(tiny_gpt2_char), "1.2 applies country_capital")
+    assert finding.verdict == "not testable" and "are single tokens" in finding.reason and finding.effects == ()
+    assert len(finding.frame()) == 0
+
+
+# -- claims as sentences ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "claim"), [
+    ("1.4 copies", Copies("1.4")),
+    (" L10H7 Suppresses.", Copies("L10H7", -1)),
+    ("9.3 applies country_capital", Applies("9.3", "country_capital")),
+    ("4.11 K-composes with 5.5", Composes("4.11", "K", "5.5")),
+    ("4.11 q-composes  with 5.5", Composes("4.11", "Q", "5.5")),
+])  # fmt: skip
+def test_a_sentence_is_a_claim(text, claim):
+    assert parse_claim(text) == claim
+    assert parse_claim(str(claim)) == claim
+
+
+@pytest.mark.parametrize(("claim", "message"), [
+    ("1.4 flies", "is no claim"),
+    ("4.11 V-composes with 5.5", "is no claim"),
+    ("1.9 copies", "has no head 1.9"),
+    ("1.0 applies captial", "no relation 'captial'"),
+    ("1.0 K-composes with 1.1", "does not come after"),
+    ("0.0 K-composes with 7.1", "has no head 7.1"),
+])  # fmt: skip
+def test_faulty_claims_are_said_in_a_sentence(tiny_gpt2_char, claim, message):
+    with pytest.raises(CircuitsError, match=message):
+        ov.check(ov.load(tiny_gpt2_char), claim)
+
+
+def test_other_faulty_questions(tiny_gpt2_char, gpt2_small_attention, gpt_nano_sort):
+    model = ov.load(tiny_gpt2_char)
+    with pytest.raises(CircuitsError, match="choose layer or model"):
+        ov.check(model, "1.0 copies", among="room")
+    with pytest.raises(CircuitsError, match="an interval needs"):
+        ov.check(model, "1.0 copies", prompts=1)
+    with pytest.raises(CircuitsError, match="cannot run a prompt"):
+        ov.check(ov.load(gpt2_small_attention), "9.9 copies")
+    with pytest.raises(CircuitsError, match="tokenizer"):
+        ov.check(ov.load(gpt_nano_sort), "0.1 applies country_capital")
+
+
+def test_the_command_gives_the_verdict(tiny_gpt2_char):
+    arguments = ("check", tiny_gpt2_char, "0.1 K-composes with 1.0", "--prompts", "4")
+    told = run_json(*arguments, "--json")
+    finding = ov.check(ov.load(tiny_gpt2_char), "0.1 K-composes with 1.0", prompts=4)
+    assert told["verdict"] == finding.verdict == "supported" and told["reason"] == finding.reason
+    assert [row["value"] for row in told["rows"]] == pytest.approx([effect.value for effect in finding.effects])
+    assert "0.1 K-composes with 1.0: supported" in run(*arguments).stdout
