@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ov_circuits.checkpoint.families import model_type_of
 from ov_circuits.errors import CircuitsError
+from ov_circuits.linalg.products import FastLinears
 from ov_circuits.trace.shards import Shard
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ def run(
         for handle in (*parts.edit(edits or Edits()), *parts.watch(kept, frozenset(keep), ends)):
             stack.callback(handle.remove)
         stack.enter_context(torch.no_grad())
+        stack.enter_context(FastLinears())
         tokens = tokens.to(_device(network))
         # Unembedding is a fifth of a small model's work, and most of what it leaves behind.
         wanted = {} if logits_at is None else {"logits_to_keep": torch.tensor(logits_at, device=tokens.device)}
