@@ -54,7 +54,7 @@ class QKSpectra:
     def frame(self) -> pd.DataFrame:
         """One row a head: norms, ranks, and the eigenvalue score in [-1, 1] (Elhage et al. 2021, "Summarizing OV/QK Matrices").
 
-        ``eigen_matching`` = sum(lambda) / sum(|lambda|): near 1, a residual stream attends to others that hold the same.
+        ``qk_eigen_matching`` = sum(lambda) / sum(|lambda|): near 1, a residual stream attends to others that hold the same.
         """
         S = self.singular_values
         columns = {

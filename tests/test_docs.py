@@ -1,0 +1,87 @@
+"""Every code block of README and docs runs and prints what the page says; the site builds; every public name is on it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pages
+import pytest
+
+import ov_circuits as ov
+from ov_circuits.scores.board import all_scores
+
+ROOT = pages.ROOT
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.stem)
+def test_what_a_page_shows_runs_and_prints_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in pages.blocks(page.read_text(encoding="utf-8")):
+        if block.mark is not None:
+            continue
+        printed = pages.run(block, page, namespace)
+        if block.printed is not None:
+            assert pages.same(printed, block.printed), f"{page}:{block.line} prints\n{printed}"
+
+
+def test_set_up_commands_are_run_by_the_whole_check() -> None:
+    marks = [block.mark for page in pages.PAGES for block in pages.blocks(page.read_text()) if block.mark is not None]
+    assert marks == ["the page command", "the test command"]
+    script = (ROOT / ".ci" / "run").read_text()
+    assert all(f"run_from_readme '{mark}'" in script for mark in marks)
+
+
+def test_a_page_that_says_something_else_is_found() -> None:
+    assert pages.same("a  0.123\nb -1", "a 0.124\nb -1\n")
+    assert not pages.same("a 0.123", "a 0.129")
+    assert not pages.same("a 12", "a 13")
+    assert not pages.same("a 0.123", "b 0.123")
+    assert not pages.same("a 0.123", "a 0.123\nb 0.5")
+    text = "```python\nx = 1\n```\n\n```text\n1\n```\n\n<!-- the test command -->\n```sh\npip\n```\n\n```\nno code\n```\n"
+    first, second = pages.blocks(text)
+    assert (first.language, first.line, first.printed, first.mark) == ("python", 2, "1\n", None)
+    assert (second.code, second.printed, second.mark) == ("pip\n", None, "the test command")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. auto(?:function|class|exception|module|data):: ov_circuits\.(\w+)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(set(ov.__all__))
+
+
+def test_every_public_docstring_says_what_it_needs_to() -> None:
+    for name in ov.__all__:
+        text = getattr(ov, name).__doc__ or ""
+        assert len(text.split()) >= 5, name
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a warning is an error."""
+    pytest.importorskip("furo", reason="the extra 'docs' is not installed")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(out)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+def test_the_site_loads_nothing_from_outside(site: Path) -> None:
+    loads = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=[\"'](?:https?:)?//|<link[^>]*\shref=[\"'](?:https?:)?//|@import\s+url\((?:https?:)?//")
+    for file in [*site.rglob("*.html"), *site.rglob("*.css")]:
+        assert not loads.search(file.read_text(encoding="utf-8")), file
+
+
+def test_the_site_has_every_page_score_and_name(site: Path) -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (site / f"{page.stem}.html").is_file()
+    api = (site / "api.html").read_text(encoding="utf-8")
+    assert all(f'id="ov_circuits.{name}"' in api or f"module-ov_circuits.{name}" in api for name in ov.__all__)
+    scores = (site / "scores.html").read_text(encoding="utf-8")
+    assert all(f">{key}<" in scores for key in all_scores())
