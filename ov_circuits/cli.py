@@ -59,19 +59,25 @@ _EMBEDDED = ("-", "embedded")
 
 
 _START = f"""\
-ov_circuits {__version__}: what attention heads read and write.
+ov_circuits {__version__}: what attention heads read and write. First:
 
-  ov-circuits report                 a page about the small model that comes with the package
+  ov-circuits report                 a page about the small model that comes with the package: open report.html
+
+Then:
+
   ov-circuits report gpt2            the same for a model of the Hugging Face hub, or a folder
   ov-circuits heads gpt2 --top 20    scores of its heads
-  ov-circuits --help                 all commands"""
+  ov-circuits verify gpt2            whether heads sum to its own attention
+  ov-circuits heads --help           what a command takes, with examples
+  ov-circuits --help                 all commands
+  ov-circuits --install-completion   commands and options complete with Tab"""
 
 
 class _Commands(TyperGroup):
     """Turns a CircuitsError into one sentence and exit code 2, and Ctrl-C into a word and 130."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args:
+        if not args and not ctx.resilient_parsing:  # a shell that completes words parses an empty line as well
             print(_START)
             raise typer.Exit
         return super().parse_args(ctx, args)
@@ -116,7 +122,6 @@ app = typer.Typer(
     help="What does this attention head read, and what does it write?",
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

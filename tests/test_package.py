@@ -137,5 +137,5 @@ def test_the_wheels_metadata_is_complete(wheel):
     assert about["Version"] == ov.__version__
     assert about["License-Expression"] == "MIT"
     assert about["Requires-Python"] == ">=3.10"
-    assert set(about.get_all("Provides-Extra") or ()) == {"gguf", "notebook", "test", "dev"}
+    assert set(about.get_all("Provides-Extra") or ()) == {"docs", "gguf", "notebook", "test", "dev"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
