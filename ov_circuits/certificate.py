@@ -111,6 +111,9 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
         model: any view; the identities are about the raw weights.
         prompt: what to run; by default BOS (where there is one) and seeded random tokens.
 
+    Returns:
+        The checks, each with the largest relative error found and the limit that it must stay below.
+
     Raises:
         CircuitsError: the prompt cannot be run, or not in float32.
     """

@@ -853,6 +853,9 @@ def load(
         adapter: a folder with a LoRA adapter of PEFT, put on top of it. Such a folder may also be ``x``; then its own
             config says which base it belongs to.
 
+    Returns:
+        The model; weights are read when they are asked for.
+
     Raises:
         CircuitsError: nothing is there, or it is not a checkpoint of a family in the table.
     """

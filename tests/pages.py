@@ -53,7 +53,8 @@ def blocks(text: str) -> list[Block]:
     """All blocks of a page that are run, in order."""
     found = list(_BLOCK.finditer(text))
     made = []
-    for here, after in zip(found, [*found[1:], None], strict=True):
+    for i, here in enumerate(found):
+        after = found[i + 1] if i + 1 < len(found) else None
         if here[1] not in ("python", "sh"):
             continue
         says = after is not None and after[1] == "text" and not text[here.end() : after.start()].strip()

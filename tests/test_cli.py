@@ -79,6 +79,20 @@ def test_alone_it_says_what_to_do_first():
     assert "ov-circuits report" in run().stdout
 
 
+@pytest.mark.parametrize(
+    ("line", "words"), [("he", {"heads", "head"}), ("heads --so", {"--sort", "--source"}), ("", set(COMMANDS))]
+)
+def test_words_complete_with_tab(line, words):
+    asked = {"COMP_WORDS": f"ov-circuits {line}", "COMP_CWORD": str(max(1, len(line.split())))}
+    shell = asked | {"_OV_CIRCUITS_COMPLETE": "complete_bash"}
+    assert words <= set(CliRunner().invoke(app, [], prog_name="ov-circuits", env=shell).stdout.split())
+
+
+def test_completion_can_be_printed():
+    assert "_OV_CIRCUITS_COMPLETE" in CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="ov-circuits", env={
+        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}).stdout  # fmt: skip
+
+
 def test_the_version_is_the_packages():
     assert run("--version").stdout == f"{ov.__version__}\n"
 

@@ -59,6 +59,9 @@ def dashboard(
             most), or ``"all"``; about a second a head at 50,000 tokens. None: what fits into some twenty seconds.
         paths: whether to work out composition and write-space overlap of all pairs of heads.
 
+    Returns:
+        The page: ``.save(file)`` writes it, ``.html`` is its text, and a notebook shows it as a cell's last line.
+
     Raises:
         CircuitsError: an answer without a trace, a trace of another checkpoint, a word of several tokens, or an unknown score.
     """

@@ -130,7 +130,7 @@ class Composition:
 
 
 def composition(model: Model, kind: str = "K") -> pd.DataFrame:
-    """Composition scores of all pairs of heads, each with its nulls.
+    """Composition scores of all pairs of heads, each with its nulls (Elhage et al. 2021, "Three Kinds of Composition").
 
     Args:
         model: in the weight view that the scores are to have.
@@ -178,7 +178,19 @@ def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Comp
 
 
 def strongest_paths(model: Model, n: int = 50, kind: str = "all") -> pd.DataFrame:
-    """The ``n`` pairs that stand out most from all pairs of their kind: :func:`composition`, by falling ``z_paired``."""
+    """The pairs that stand out most from all pairs of their kind.
+
+    Args:
+        model: in the weight view that the scores are to have.
+        n: how many.
+        kind: ``Q``, ``K``, ``V``, or ``all``.
+
+    Returns:
+        The first ``n`` rows of :func:`composition` by falling ``z_paired``.
+
+    Raises:
+        CircuitsError: unknown kind.
+    """
     return strongest(composition(model, kind), n)
 
 

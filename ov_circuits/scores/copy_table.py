@@ -14,10 +14,15 @@ from ov_circuits.scores.relations import relation_scores
 def copy_table(model: Model, source: str = "embed") -> pd.DataFrame:
     """All copying scores side by side, one row a head.
 
-    Columns: ``head, layer, index``, ``eigen_copying_ov``, ``eigen_copying_full``, ``rank_copying_*`` and
-    ``rank_suppression_*`` (for ``source``), ``ioi_copying``, ``ioi_negative_copying`` (for their own source),
-    ``relation_copying_names`` and ``relation_copying_names_suppression`` (raw weights, MLP_0 alone). What the checkpoint does
-    not allow (no MLPs, no tokenizer, names of several tokens) is left out, and ``attrs["left_out"]`` says why.
+    Args:
+        model: the checkpoint, in the view that eigenvalues, ranks and IOI scores are to have; relations have raw weights.
+        source: the source embedding of rank copying; see :mod:`ov_circuits.scores.sources`.
+
+    Returns:
+        ``head, layer, index``, ``eigen_copying_ov``, ``eigen_copying_full``, ``rank_copying_*`` and
+        ``rank_suppression_*`` (for ``source``), ``ioi_copying``, ``ioi_negative_copying`` (for their own source),
+        ``relation_copying_names`` and ``relation_copying_names_suppression`` (raw weights, MLP_0 alone). What the checkpoint does
+        not allow (no MLPs, no tokenizer, names of several tokens) is left out, and ``attrs["left_out"]`` says why.
 
     Raises:
         CircuitsError: the checkpoint holds no embeddings, or there is no such source.
@@ -59,6 +64,9 @@ def disagreements(table: pd.DataFrame) -> pd.DataFrame:
     Each score of ``table`` (from :func:`copy_table`) is turned into the head's place among all heads, 0 for the lowest and 1
     for the highest (equal scores share the mean place); ``spread`` is the largest difference of two places. Scores that are
     equal for all heads say nothing and are left out, as are missing values.
+
+    Args:
+        table: of :func:`copy_table`, or any frame with ``head, layer, index`` and columns that it has.
 
     Returns:
         Columns ``head, layer, index, spread, high, low`` (the scores that place it highest and lowest), ``reason`` (what the

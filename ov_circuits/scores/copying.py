@@ -42,7 +42,9 @@ def rank_copying(
     ranks: bool | int = False,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Rank copying and suppression over the whole vocabulary. Exact; see :mod:`ov_circuits.linalg.vocab_ranks`.
+    """Rank copying and suppression over the whole vocabulary (McDougall et al. 2023, "Copy Suppression").
+
+    Exact; :mod:`ov_circuits.linalg.vocab_ranks` says how nearly all logits are spared.
 
     ``rank_copying_k``: the share of tokens t whose own logit is among the k largest of row t of X W_V W_O W_U, that is, fewer
     than k logits of the row are strictly larger. ``rank_suppression_k``: among the k smallest. Both in [0, 1]; by chance
@@ -108,7 +110,17 @@ def ioi_negative_copying(
     each: bool = False,
     names: Sequence[str] | str | Path | None = None,
 ) -> pd.DataFrame:
-    """Negative copy score of Wang et al. 2022: :func:`ioi_copying` with -W_V W_O; column ``ioi_negative_copying``."""
+    """Negative copy score of Wang et al. 2022: :func:`ioi_copying` with -W_V W_O.
+
+    Args:
+        model, heads, source, each, names: as of :func:`ioi_copying`.
+
+    Returns:
+        One row a head: ``head, layer, index, ioi_negative_copying`` in [0, 1].
+
+    Raises:
+        CircuitsError: as :func:`ioi_copying`.
+    """
     return ioi_scores(model, heads, source, each, names, {"ioi_negative_copying": -1.0})
 
 

@@ -58,7 +58,16 @@ def directions(model: Model, layer: int, k: int = 6, tokens: int = 8) -> Directi
     """The ``k`` leading singular pairs of every head of a layer, each end with its ``tokens`` strongest tokens.
 
     A pair's sign is fixed so that the token with the largest projection on either end of the reading side is on the plus
-    end; reading and writing sides are flipped together.
+    end; reading and writing sides are flipped together (Millidge & Black 2022).
+
+    Args:
+        model: in the weight view that the circuits are to have.
+        layer: which layer's heads.
+        k: how many singular pairs of each head, largest first.
+        tokens: how many at each end.
+
+    Returns:
+        Singular values, shares of energy, which pairs stand apart, and token ids with projections, [n_heads, k, ..].
 
     Raises:
         CircuitsError: the checkpoint holds no embeddings.

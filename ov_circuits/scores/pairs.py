@@ -19,7 +19,12 @@ from ov_circuits.words import token_list
 def strongest_token_pairs(model: Model, head: str | Head, k: int = 20) -> pd.DataFrame:
     """The ``k`` largest and ``k`` smallest entries of a head's full OV circuit, exact over all pairs of tokens.
 
-    Rows of W_E are taken as they are: the scale that the reading norm would give each token is left out.
+    Rows of W_E are taken as they are: the scale that the reading norm would give each token is left out (Elhage et al. 2021).
+
+    Args:
+        model: in the weight view that the circuit is to have.
+        head: label or head.
+        k: pairs at each end.
 
     Returns:
         Columns ``end`` (``positive``: largest first, ``negative``: smallest first), ``source``, ``source_id``, ``output``,

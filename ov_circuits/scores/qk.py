@@ -71,9 +71,15 @@ class QKSpectra:
 
 
 def qk_spectra(model: Model, offset: int = 0) -> QKSpectra:
-    """Singular values and eigenvalues of every head's QK, at a distance of query and key for rotary models.
+    """Singular values and eigenvalues of every head's QK, at a distance of query and key for rotary models (Elhage et al. 2021).
 
-    Heads with weights that are not finite have NaN spectra; their tensors are named in ``notes``.
+    Args:
+        model: in the weight view that the circuits are to have.
+        offset: for rotary models, how many positions the query stands after the key.
+
+    Returns:
+        Spectra of all heads; ``.frame()`` is one row a head. Heads with weights that are not finite have NaN, and their
+        tensors are named in ``notes``.
 
     Raises:
         CircuitsError: an offset for a model without rotary positions, or a negative one.
@@ -100,7 +106,14 @@ def qk_spectra(model: Model, offset: int = 0) -> QKSpectra:
 def largest_query_key_pairs(model: Model, head: str | Head, k: int = 20, offset: int = 0) -> pd.DataFrame:
     """The ``k`` largest and ``k`` smallest entries of W_E W_QK(offset) W_E^T, exact over all pairs of tokens.
 
-    Pre-softmax scores of a query token for a key token, up to the scale that the reading norm gives each of them.
+    Pre-softmax scores of a query token for a key token, up to the scale that the reading norm gives each of them
+    (Elhage et al. 2021).
+
+    Args:
+        model: in the weight view that the circuit is to have.
+        head: label or head.
+        k: pairs at each end.
+        offset: for rotary models, how many positions the query stands after the key.
 
     Returns:
         Columns ``end`` (``positive`` or ``negative``), ``query``, ``query_id``, ``key``, ``key_id``, ``value``. ``attrs``:
@@ -125,6 +138,13 @@ def position_pattern(model: Model, head: str | Head) -> Float[Tensor, "query key
     own mean and variance, the config's epsilon, gain and bias), then queries and keys with their biases, the score scale and
     the causal softmax. The same in every weight view.
 
+    Args:
+        model: a model with learned positions, any view.
+        head: label or head.
+
+    Returns:
+        Attention from each position (row) to each other, [n_ctx, n_ctx].
+
     Raises:
         CircuitsError: unknown head; rotary positions, which are no vectors in the residual stream.
     """
@@ -146,7 +166,13 @@ def position_pattern(model: Model, head: str | Head) -> Float[Tensor, "query key
 def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tuple(range(65))) -> pd.DataFrame:
     """What rotary positions do: a head's mean pre-softmax score at each distance of query and key.
 
-    Token embeddings stand for the residual stream, each normalised as the reading norm would, biases included.
+    Token embeddings stand for the residual stream, each normalised as the reading norm would, biases included; rotations as of
+    Su et al. 2021, "RoFormer".
+
+    Args:
+        model: a model with rotary positions, any view.
+        head: label or head.
+        offsets: distances, 0 for a token that looks at itself.
 
     Returns:
         Columns ``offset`` (the query stands that many positions after the key), ``mean`` (over all pairs of vocabulary

@@ -283,6 +283,9 @@ def open_trace(file: str | os.PathLike[str], model: Model) -> Trace:
         file: the .safetensors file.
         model: the checkpoint that was traced, in any view: writes need its weights.
 
+    Returns:
+        The trace as it was saved.
+
     Raises:
         CircuitsError: no such file, not a trace, or one of another checkpoint.
     """
