@@ -51,7 +51,9 @@ def _as_markup(app: Sphinx, what: str, name: str, obj: object, options: object, 
     """A docstring's plain text as reStructuredText."""
     if what == "property":  # napoleon would take what stands before a colon for a type
         end = lines.index("") if "" in lines else len(lines)
-        lines[:end] = [line.replace(":", _COLON) if "`" not in line else line.replace(": ", f"{_COLON} ") for line in lines[:end]]
+        lines[:end] = [
+            line.replace(":", _COLON) if "`" not in line else line.replace(": ", f"{_COLON} ") for line in lines[:end]
+        ]
     kept: list[str] = []
     literal: int | None = None  # indent of the text above a formula that stands by itself
     for i, line in enumerate(lines):

@@ -129,7 +129,9 @@ def rewrite(page: Path) -> None:
     for block, printed in reversed(made):
         if block.place is not None:
             start, end = block.place
-            text = text[:start] + "\n".join(line.rstrip() for line in printed.strip("\n").splitlines()) + "\n" + text[end:]
+            text = (
+                text[:start] + "\n".join(line.rstrip() for line in printed.strip("\n").splitlines()) + "\n" + text[end:]
+            )
     page.write_text(text, encoding="utf-8")
 
 

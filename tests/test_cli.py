@@ -88,9 +88,17 @@ def test_words_complete_with_tab(line, words):
     assert words <= set(CliRunner().invoke(app, [], prog_name="ov-circuits", env=shell).stdout.split())
 
 
-def test_completion_can_be_printed():
-    assert "_OV_CIRCUITS_COMPLETE" in CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="ov-circuits", env={
-        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}).stdout  # fmt: skip
+def test_completion_can_be_printed_and_installed(tmp_path):
+    for option in ("--show-completion", "--install-completion"):
+        code = (
+            f"import sys; sys.argv[:] = ['ov-circuits', '{option}', 'bash']; from ov_circuits.cli import main; main()"
+        )
+        env = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120
+        )
+        assert "_OV_CIRCUITS_COMPLETE" in done.stdout or option == "--install-completion"
+    assert "_OV_CIRCUITS_COMPLETE" in (tmp_path / ".bash_completions" / "ov-circuits.sh").read_text()
 
 
 def test_the_version_is_the_packages():

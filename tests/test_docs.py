@@ -44,7 +44,9 @@ def test_a_page_that_says_something_else_is_found() -> None:
     assert not pages.same("a 12", "a 13")
     assert not pages.same("a 0.123", "b 0.123")
     assert not pages.same("a 0.123", "a 0.123\nb 0.5")
-    text = "```python\nx = 1\n```\n\n```text\n1\n```\n\n<!-- the test command -->\n```sh\npip\n```\n\n```\nno code\n```\n"
+    text = (
+        "```python\nx = 1\n```\n\n```text\n1\n```\n\n<!-- the test command -->\n```sh\npip\n```\n\n```\nno code\n```\n"
+    )
     first, second = pages.blocks(text)
     assert (first.language, first.line, first.printed, first.mark) == ("python", 2, "1\n", None)
     assert (second.code, second.printed, second.mark) == ("pip\n", None, "the test command")
@@ -80,7 +82,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_site_loads_nothing_from_outside(site: Path) -> None:
-    loads = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=[\"'](?:https?:)?//|<link[^>]*\shref=[\"'](?:https?:)?//|@import\s+url\((?:https?:)?//")
+    loads = re.compile(
+        r"<(?:script|img|iframe|source)[^>]*\ssrc=[\"'](?:https?:)?//|<link[^>]*\shref=[\"'](?:https?:)?//|@import\s+url\((?:https?:)?//"
+    )
     for file in [*site.rglob("*.html"), *site.rglob("*.css")]:
         assert not loads.search(file.read_text(encoding="utf-8")), file
 
@@ -89,6 +93,8 @@ def test_the_site_has_every_page_score_and_name(site: Path) -> None:
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / f"{page.stem}.html").is_file()
     api = (site / "api.html").read_text(encoding="utf-8")
-    assert all(f'id="ov_circuits.{name}"' in api or f"module-{getattr(ov, name).__name__}" in api for name in ov.__all__)
+    assert all(
+        f'id="ov_circuits.{name}"' in api or f"module-{getattr(ov, name).__name__}" in api for name in ov.__all__
+    )
     scores = (site / "scores.html").read_text(encoding="utf-8")
     assert all(f">{key}<" in scores for key in all_scores())
