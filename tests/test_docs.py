@@ -52,6 +52,12 @@ def test_a_page_that_says_something_else_is_found() -> None:
     assert (second.code, second.printed, second.mark) == ("pip\n", None, "the test command")
 
 
+def test_the_plan_of_the_house_names_every_module() -> None:
+    plan = (ROOT / "README.md").read_text(encoding="utf-8").split("## How it is built")[1].split("## Limits")[0]
+    modules = {file.name for file in (ROOT / "ov_circuits").rglob("*.py")} - {"__init__.py", "__main__.py"}
+    assert modules == set(re.findall(r"`(\w+\.py)`", plan))
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     named = re.findall(r"^\.\. auto(?:function|class|exception|module|data):: ov_circuits\.(\w+)$", text, re.MULTILINE)
