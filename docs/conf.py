@@ -103,7 +103,7 @@ def _command_pages() -> str:
     os.environ.update(plain)
     pages = []
     for command in get_command(commands).commands:  # type: ignore[attr-defined]
-        text = CliRunner().invoke(commands, [command, "--help"], env=plain).stdout
+        text = CliRunner().invoke(commands, [command, "--help"], env=plain, prog_name="ov-circuits").stdout
         body = "\n".join(line.rstrip() for line in text.strip().splitlines())
         pages.append(f"## ov-circuits {command}\n\n```\n{body}\n```")
     return "\n\n".join(pages)

@@ -146,7 +146,7 @@ def _examples(*lines: str) -> str:
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         show_default=False,
         help="A folder, a .safetensors, .bin, .pt, .pth or .gguf file, smollm2, or a hub name: gpt2, gpt2@main. "
         "Left out (or '-', or 'embedded'): the model that comes with the package.",
