@@ -27,6 +27,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"ov_circuits {__version__}"
+html_static_path, html_css_files = ["_static"], ["wide.css"]
+highlight_language = "none"  # formulas
 html_show_sphinx = html_copy_source = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -39,7 +41,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # attributes of a dataclass are listed once, by its docstring
 suppress_warnings = ["myst.xref_missing"]  # README and CHANGELOG link to files of the repository
 
-_CODE = re.compile(r"(``.+?``|:\w+:`[^`]*`|`[^`]+`)")
+_CODE = re.compile(r"(``.+?``|:\w+:`[^`]*`|`[^`]+`|(?<!\w)\*\w+\*(?!\w))")
 _MARKUP = re.compile(r"[|*]|(?<=\w)_(?!\w)")
 _COLON = "\ue000"
 # Public names are documented under the name that users write, wherever they live.
