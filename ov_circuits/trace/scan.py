@@ -148,6 +148,12 @@ _FRAMES = ("heads", "examples", "distributions")
 def open_scan(folder: str | os.PathLike[str]) -> Scan:
     """A scan that :meth:`Scan.save` wrote.
 
+    Args:
+        folder: where.
+
+    Returns:
+        The scan as it was saved; no model is needed.
+
     Raises:
         CircuitsError: no scan is there, or its files are of several scans.
     """
