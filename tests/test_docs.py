@@ -66,6 +66,12 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(named) == sorted(ov.__all__)
 
 
+def test_the_changelog_has_this_version() -> None:
+    newest = re.search(r"^## \[([\d.]+)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None and newest[1] == ov.__version__.removesuffix(".dev0")
+    assert (newest[2] == "unreleased") == ov.__version__.endswith(".dev0")
+
+
 def test_every_public_docstring_says_what_it_needs_to() -> None:
     """What it takes, gives and refuses, for every function and every one of a public module."""
     found = {name: getattr(ov, name) for name in ov.__all__}
