@@ -1223,3 +1223,16 @@ def _silence_loading_bars() -> None:
     if hub is not None:
         disable: Callable[[], None] = hub.disable_progress_bars
         disable()
+
+
+# -- how --help lists the commands ------------------------------------------------------------------------------------
+
+_PARTS = {
+    "A page": ("report",),
+    "Heads from their weights": ("heads", "head", "paths", "pairs", "compare"),
+    "Heads on prompts": ("behaviours", "attribute", "ablate", "check", "generate", "scan"),
+    "The checkpoint": ("inspect", "split", "verify", "fetch"),
+}
+for _info in app.registered_commands:
+    assert _info.callback is not None
+    _info.rich_help_panel = next((part for part, names in _PARTS.items() if _info.callback.__name__ in names), None)
