@@ -182,6 +182,9 @@ def check(
         among: ``layer``, the head's own (for composition the earlier head's), or ``model``, all layers that qualify.
         seed: of prompts, heads and intervals.
 
+    Returns:
+        The verdict, why, and every number that was measured beside the other heads' own; ``.frame()`` is one row an effect.
+
     Raises:
         CircuitsError: no such claim, head or relation, or a checkpoint that cannot run or has no tokenizer for a relation.
     """

@@ -114,6 +114,8 @@ def test_every_commands_help_has_two_examples(command):
 
 def test_the_list_of_commands_is_complete():
     text = run("--help").stdout
+    assert {info.callback.__name__ for info in app.registered_commands if info.callback} == set(COMMANDS)
+    assert all(info.rich_help_panel for info in app.registered_commands)
     assert all(re.search(rf"^│ {command} ", text, re.MULTILINE) for command in COMMANDS)
 
 

@@ -182,6 +182,11 @@ def spectrum(head: Head, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
 
     Where the values start above the band, W_V and W_O meet better than their own spectra alone would make them.
 
+    Args:
+        head: whose W_V W_O, in its model's weight view.
+        draws: how many random rotations the band is the range of.
+        seed: of these.
+
     Returns:
         One row a singular value, largest first: ``index`` (from 1), ``value``, ``null_low``, ``null_high`` (the range of the
         draws, value by value). ``attrs``: model, view, head, ``null`` in words.

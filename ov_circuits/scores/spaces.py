@@ -24,7 +24,10 @@ _ROLES = {"read": "V", "write": "O"}
 
 
 def space_map(model: Model) -> pd.DataFrame:
-    """Principal components of the heads' read and write spaces.
+    """Principal components of the heads' read and write spaces (Torgerson 1952).
+
+    Args:
+        model: in the weight view that the spaces are to have.
 
     Returns:
         One row a head: ``head``, ``layer``, ``index``, ``kv_head``, ``read_x``, ``read_y``, ``write_x``, ``write_y`` (NaN for a

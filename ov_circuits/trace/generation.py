@@ -144,6 +144,9 @@ def generate(
         continuation: text or ids to account for instead of what the model would say; ``n`` does not count then.
         bos: as for :meth:`ov_circuits.Model.trace`.
 
+    Returns:
+        The continuation, one step a token, each with its account; ``.tokens()``, ``.heads()`` and ``.frame()`` are its frames.
+
     Raises:
         CircuitsError: as for a trace; n below 1, an empty continuation, or more tokens than the model reads.
     """
