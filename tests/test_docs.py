@@ -52,6 +52,12 @@ def test_a_page_that_says_something_else_is_found() -> None:
     assert (second.code, second.printed, second.mark) == ("pip\n", None, "the test command")
 
 
+def test_links_to_files_lead_somewhere() -> None:
+    for page in [*pages.PAGES, ROOT / "CHANGELOG.md"]:
+        links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8"))
+        assert not [link for link in links if not (page.parent / link).exists()], page
+
+
 def test_the_plan_of_the_house_names_every_module() -> None:
     plan = (ROOT / "README.md").read_text(encoding="utf-8").split("## How it is built")[1].split("## Limits")[0]
     modules = {file.name for file in (ROOT / "ov_circuits").rglob("*.py")} - {"__init__.py", "__main__.py"}
