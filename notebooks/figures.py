@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import warnings
 from typing import Any
 
@@ -70,15 +71,18 @@ def show(figure: go.Figure, width: int = 760, height: int = 380) -> None:
 def _picture(figure: go.Figure) -> bytes | None:
     """The figure as PNG at one and a half times its size; None where kaleido or Chromium is missing or does not start.
 
-    128 colours are enough for these figures and make a third of the file.
+    256 colours are enough for these figures and make a third of the file.
     """
+    logging.disable()  # now and then a message from Chromium breaks off: it is logged, the picture comes all the same
     try:
         import kaleido  # noqa: F401
         from PIL import Image
 
-        picture = Image.open(io.BytesIO(figure.to_image(format="png", scale=1.5))).convert("RGB").quantize(128)
+        picture = Image.open(io.BytesIO(figure.to_image(format="png", scale=1.5))).convert("RGB").quantize(256)
         small = io.BytesIO()
         picture.save(small, "PNG", optimize=True)
         return small.getvalue()
     except Exception:  # the picture is an extra: whatever fails in another program, the notebook goes on
         return None
+    finally:
+        logging.disable(logging.NOTSET)
