@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, check_seed, whole_number
 from ov_circuits.model import Head, Model
 from ov_circuits.scores.copying import single_token
 from ov_circuits.scores.relations import read_relation
@@ -189,10 +189,9 @@ def check(
         CircuitsError: no such claim, head or relation, or a checkpoint that cannot run or has no tokenizer for a relation.
     """
     claim = parse_claim(claim) if isinstance(claim, str) else claim
-    if prompts < 2 or others < 1:
-        raise CircuitsError(f"{prompts} prompts and {others} other heads: an interval needs two and one at least")
+    prompts, others = whole_number("the number of prompts", prompts, 2), whole_number("that of others", others, 1)
     head = model.head(claim.head)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(check_seed(seed))
     compared = _others(model, claim, head, others, among, generator)
     try:
         measured, words, note = _measure(model, claim, [head, *compared], prompts, generator)
@@ -420,8 +419,10 @@ def _single_tokens(model: Model, relation: str) -> list[tuple[int, int]]:
 def _measure_composition(
     model: Model, claim: Composes, heads: Sequence[Head], prompts: int, generator: torch.Generator
 ) -> tuple[_Measured, _Words, str]:
-    if model.source.checkpoint.config.get("attn_logit_softcapping"):
-        raise _NotTestable(f"{model.name} caps its attention scores: a change of a score is no sum of what was written")
+    a = model.architecture
+    if a.attention_softcap is not None or a.qkv_clip is not None:
+        does = "clamps queries and keys" if a.attention_softcap is None else "caps its attention scores"
+        raise _NotTestable(f"{model.name} {does}: a change of a score is no sum of what was written")
     traces, receiver = _repeated(model, prompts, generator), model.head(claim.receiver)
     names = ("score", "path", "pattern", "ablation")
     found = {name: torch.zeros(len(heads), len(traces), dtype=torch.float64) for name in names}

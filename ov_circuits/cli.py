@@ -801,7 +801,7 @@ def check(
     among: Annotated[
         str, typer.Option("--among", metavar="layer|model", help="Where these heads are from: the same layer, or all.")
     ] = "layer",
-    seed: Annotated[int, typer.Option("--seed", help="Of prompts, heads and intervals.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts, heads and intervals.")] = 0,
     output: TableOption = None,
     revision: RevisionOption = None,
     as_json: JsonOption = False,
@@ -936,6 +936,8 @@ def scan(
     for file in (output, examples):
         if file is not None and corpus is not None and os.path.realpath(file) == os.path.realpath(corpus):
             raise CircuitsError(f"cannot write {file}: it is the corpus itself; choose another name")
+    if output is not None and examples is not None and os.path.realpath(output) == os.path.realpath(examples):
+        raise CircuitsError(f"heads and examples cannot both be {output}: give --examples a name of its own")
     folder = cache_folder() / "scans"
     with _table(output, opened) as write, _table(examples, opened) as write_examples:
         note("running the corpus")
@@ -957,11 +959,12 @@ def scan(
         write_examples(found.examples)
         if save is not None:
             found.save(save)
-    state_file(folder, found.facts["scan"]).unlink(missing_ok=True)
     if as_json:
         print(to_json(found.heads))
     elif shown is not None or not (output or examples or save):
         print_scan(found, top, shown)
+    sys.stdout.flush()
+    state_file(folder, found.facts["scan"]).unlink(missing_ok=True)  # only now: the result is out
     for path, what in ((output, "heads"), (examples, "examples"), (save, "heads, examples and distributions")):
         if path is not None:
             note(f"{path}: {what} over {found.facts['positions']:,} positions")

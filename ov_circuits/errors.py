@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 
 class CircuitsError(ValueError):
     """What is wrong, in which file or tensor, and what to do: one or two sentences, no traceback on the command line.
@@ -9,3 +11,28 @@ class CircuitsError(ValueError):
     Everything that the user can mend (a missing file, a shape that contradicts the config, a head out of range)
     raises this. Any other exception that leaves the package is a fault of the package.
     """
+
+
+# Twice a seed and one more still seeds torch's generators.
+LARGEST_SEED = 2**63 - 1
+
+
+def whole_number(name: str, value: object, least: int, most: int | None = None) -> int:
+    """An argument as a whole number within bounds.
+
+    Raises:
+        CircuitsError: it is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        number = None
+    else:
+        number = operator.index(value)
+    if number is None or number < least or (most is not None and number > most):
+        to = "on" if most is None else f"to {most}"
+        raise CircuitsError(f"{name} is a whole number from {least} {to}, not {str(value)[:80]}")
+    return number
+
+
+def check_seed(seed: object) -> int:
+    """A seed that every generator takes; raises as :func:`whole_number`."""
+    return whole_number("a seed", seed, 0, LARGEST_SEED)

@@ -32,6 +32,8 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
             raise CircuitsError(f"cannot write {target}: the folder {target.parent} does not exist; create it first")
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix)
         os.close(handle)
+    except CircuitsError:  # which is a ValueError too
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CircuitsError(f"cannot write {str(target)[:200]}: {reason}; choose another place") from error

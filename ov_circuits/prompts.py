@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from ov_circuits.checkpoint.locate import data_file
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import LARGEST_SEED, CircuitsError
 from ov_circuits.model import Model
 from ov_circuits.words import bos_id, ordinary_tokens
 
@@ -117,6 +117,19 @@ class PromptSet:
     def __repr__(self) -> str:
         dropped = "".join(f", {n} dropped ({why})" for why, n in self.dropped.items())
         return f"PromptSet({self.name!r}: {len(self)} prompts{dropped})"
+
+    @property
+    def compares(self) -> bool:
+        """Whether answers are set against foils.
+
+        Raises:
+            CircuitsError: some are and some are not.
+        """
+        if len({bool(prompt.foil) for prompt in self}) > 1:
+            raise CircuitsError(
+                f"some prompts of {self.name} have a foil and some have none: a logit and a difference have no mean"
+            )
+        return bool(self.prompts[0].foil)
 
     @property
     def shared_roles(self) -> tuple[str, ...]:
@@ -254,7 +267,7 @@ def _read(path: Path) -> list[Line]:
 def _line(content: str, where: str) -> Line:
     try:
         found = json.loads(content)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
         raise CircuitsError(f"{where} is no JSON ({error}): write one object a line, with prompt and answer") from error
     if not isinstance(found, dict):
         raise CircuitsError(f"{where} is no JSON object: write one a line, with prompt and answer")
@@ -324,8 +337,10 @@ def _repeat(value: Any, where: str) -> dict[str, int]:
         raise CircuitsError(
             f"{where}: repeat takes three whole numbers, {', '.join(keys)}, not {json.dumps(value)[:80]}"
         )
-    if value["period"] < 2 or not 1 <= value["shown"] < value["period"] or value["seed"] < 0:
-        raise CircuitsError(f"{where}: of repeat, period is at least 2, shown is 1 to period - 1, and seed 0 or more")
+    if value["period"] < 2 or not 1 <= value["shown"] < value["period"] or not 0 <= value["seed"] <= LARGEST_SEED:
+        raise CircuitsError(
+            f"{where}: of repeat, period is at least 2, shown is 1 to period - 1, and seed 0 to {LARGEST_SEED}"
+        )
     return {key: value[key] for key in keys}
 
 

@@ -232,7 +232,9 @@ def sort_heads(frame: pd.DataFrame, column: str | None, ascending: bool) -> pd.D
     if column is None:
         return frame
     if column not in frame:
-        raise CircuitsError(f"cannot sort by {column!r}: {frame.attrs['left_out'].get(column, 'it was not computed')}")
+        raise CircuitsError(
+            f"cannot sort by {column!r}: {frame.attrs['left_out'].get(score_of(column), 'it was not computed')}"
+        )
     return frame.sort_values(column, ascending=ascending, kind="stable", na_position="last")
 
 
@@ -281,8 +283,8 @@ def print_attribution(frame: pd.DataFrame, top: int) -> None:
     dropped = "".join(f", {n} left out {why}" for why, n in attrs["dropped"].items())
     say(f"{attrs['model']} on {attrs['set']}: {attrs['prompts']} prompts{dropped}")
     say(
-        f"{attrs['quantity']}: mean {attrs['difference']:.4f} ({attrs['difference_low']:.4f} to "
-        f"{attrs['difference_high']:.4f}), above zero in {attrs['share_right']:.0%}; "
+        f"{attrs['quantity']}: mean {attrs['difference']:.4f} ({_number(attrs['difference_low'], 4)} to "
+        f"{_number(attrs['difference_high'], 4)}), above zero in {attrs['share_right']:.0%}; "
         f"account {attrs['total']:.4f}, largest residual {attrs['largest_residual']:.1e}",
         style="bold",
     )
@@ -293,7 +295,7 @@ def print_attribution(frame: pd.DataFrame, top: int) -> None:
     roles = [f"from_{role}" for role in (*attrs["roles"], "other")]
     heads = frame[frame["component"] == "head"].sort_values("mean", key=abs, ascending=False).head(top)
     rows = [
-        (str(row["head"]), *(f"{row[name]:+.3f}" for name in ("mean", "low", "high", "value_bias", *roles)))
+        (str(row["head"]), *(_signed(row[name]) for name in ("mean", "low", "high", "value_bias", *roles)))
         for row in heads.to_dict("records")
     ]
     titles = ("head", "mean", "low", "high", "value bias", *(role.replace("_", " ") for role in roles))
@@ -569,6 +571,11 @@ def _number(value: float | None, decimals: int | None = None) -> str:
     if value is None or value != value:
         return "-"
     return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
+
+
+def _signed(value: float) -> str:
+    """Three decimals and a sign; a dash where there is no number."""
+    return "-" if value != value else f"{value:+.3f}"
 
 
 def _short(n: int) -> str:

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, check_seed
 from ov_circuits.linalg.lowrank import LowRank, Spectrum, root_of_gram
 from ov_circuits.linalg.nulls import Null
 from ov_circuits.model import Head, Layer, Model
@@ -107,7 +107,7 @@ class Draws:
     def __init__(self, model: Model, draws: int = DRAWS, seed: int = 0, *, vocabulary: bool = True) -> None:
         a = model.architecture
         self.seed = seed
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(check_seed(seed))
         rank = min(a.d_head, a.d_model)
         self.inside = [self._haar(a.d_head, a.d_head) for _ in range(draws)]
         self.vocabulary: list[_Frames] = []

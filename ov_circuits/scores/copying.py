@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.checkpoint.norms import Norm
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, check_seed
 from ov_circuits.linalg.vocab_ranks import capped_ranks, full_ranks
 from ov_circuits.model import Model
 from ov_circuits.scores.circuits import TokenScore, circuits
@@ -142,7 +142,7 @@ def _sample(n: int, ranks: bool | int, seed: int) -> Tensor | None:
         return torch.arange(n)
     if ranks < 2:
         raise CircuitsError(f"ranks = {ranks}: a sample takes at least 2 tokens (True takes all of them)")
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:ranks].sort().values
+    return torch.randperm(n, generator=torch.Generator().manual_seed(check_seed(seed)))[:ranks].sort().values
 
 
 def _rank_scores(A: Tensor, B: Tensor, sample: Tensor | None) -> dict[str, float]:

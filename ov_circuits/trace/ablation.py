@@ -212,7 +212,7 @@ def cases(
     if model.source.shard is not None:
         raise CircuitsError("ablations need all heads in one process: run them without tensor parallelism")
     if isinstance(prompts, PromptSet):
-        prompts = [(list(prompt.tokens), prompt.weights) for prompt in prompts]
+        prompts = _questions(model, prompts)
     asked = prompts if isinstance(prompts, list) and not _is_ids(prompts) else [prompts]
     if not asked:
         raise CircuitsError("there is no prompt: give at least one")
@@ -224,14 +224,28 @@ def cases(
         trace = prompt if isinstance(prompt, Trace) else next(fresh)
         if trace.model.source is not model.source:
             raise CircuitsError(f"a trace of {trace.model.name} was given beside the model {model.name}: use its own")
+        if len(trace.logits) < len(trace):
+            raise CircuitsError(
+                "a trace with the logits of its last position alone has no loss: trace it without last_logits"
+            )
         at = trace.position(position)
         if wanted is None:
             if other is not None:
                 raise CircuitsError("'against' needs an answer beside it")
-            wanted, other = trace.logits[at].topk(2).indices.tolist()
+            wanted, other = trace.logits[trace.row(at)].topk(2).indices.tolist()
         weights = {token_id(model, word): float(weight) for word, weight in _weighting(wanted, other).items()}
         found.append(Case(trace, logit_reading(trace, wanted, other, at), weights))
     return found
+
+
+def _questions(model: Model, found: PromptSet) -> list[tuple[Trace, Mapping[int, float]]]:
+    """A set's prompts as traces that say of BOS what the set does, which has put it there already."""
+    _ = found.compares  # or there is no mean
+    traces = model.trace([list(prompt.tokens) for prompt in found])
+    return [
+        (replace(trace, bos_added=prompt.bos_added), prompt.weights)
+        for trace, prompt in zip(traces, found, strict=True)
+    ]
 
 
 def _weighting(answer: Any, against: Any) -> Mapping[Any, float]:

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ov_circuits import prompts as prompt_sets
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, check_seed
 from ov_circuits.progress import track
 from ov_circuits.prompts import OTHER, Prompt, PromptSet
 from ov_circuits.trace.ledger import Account, accounts, logit_reading
@@ -80,19 +80,17 @@ def attribute(
     )
     if isinstance(dataset, PromptSet) and (n, bos, drop) != (None, None, None):
         raise CircuitsError("n, bos and drop choose among a file's prompts: give them to prompts.load, or give a name")
+    check_seed(seed)
     if not 0 < level < 1 or samples < 1:
         raise CircuitsError(
             f"level = {level}, samples = {samples}: a level lies between 0 and 1, and one draw is the least"
         )
-    if len({bool(prompt.foil) for prompt in found}) > 1:
-        raise CircuitsError(
-            f"some prompts of {found.name} have a foil and some have none: a logit and a difference have no mean"
-        )
+    quantity = "logit of the answer minus logit of the foil" if found.compares else "logit of the answer"
     chosen = _roles(found, roles)
     table = _Table(chosen)
     for account, prompt in _accounts(model, found.prompts):
         table.add(account, prompt)
-    return _frame(model, found, table, samples, level, seed)
+    return _frame(model, found, quantity, table, samples, level, seed)
 
 
 def _roles(found: PromptSet, asked: Sequence[str] | None) -> tuple[str, ...]:
@@ -217,7 +215,9 @@ class Bootstrap:
         return Interval(mean, low, high)
 
 
-def _frame(model: Model, found: PromptSet, table: _Table, samples: int, level: float, seed: int) -> pd.DataFrame:
+def _frame(
+    model: Model, found: PromptSet, quantity: str, table: _Table, samples: int, level: float, seed: int
+) -> pd.DataFrame:
     import pandas as pd
 
     components, parts, actual = table.components, table.parts, table.actual
@@ -238,7 +238,7 @@ def _frame(model: Model, found: PromptSet, table: _Table, samples: int, level: f
     facts: dict[Any, Any] = {
         "model": model.name,
         "set": found.name,
-        "quantity": "logit of the answer minus logit of the foil" if found.prompts[0].foil else "logit of the answer",
+        "quantity": quantity,
         "prompts": len(found),
         "dropped": dict(found.dropped),
         "difference": float(difference.mean[0]),

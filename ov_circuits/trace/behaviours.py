@@ -30,7 +30,6 @@ position 0.
 from __future__ import annotations
 
 import difflib
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, check_seed, whole_number
 from ov_circuits.linalg.nulls import Null
 from ov_circuits.progress import track
 from ov_circuits.trace.engines import Batch, check_tokens, pad, run
@@ -196,10 +195,9 @@ def _asked(names: Sequence[str] | str | None) -> list[str]:
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    found = tuple(range(seeds)) if isinstance(seeds, int) else tuple(operator.index(seed) for seed in seeds)
-    if not found or min(found) < 0:
-        raise CircuitsError(f"seeds = {seeds}: give a number of seeds from 1 on, or several whole numbers from 0 on")
-    return found
+    if isinstance(seeds, Sequence) and not isinstance(seeds, str) and seeds:
+        return tuple(check_seed(seed) for seed in seeds)
+    return tuple(range(whole_number("seeds, if not a list of several,", seeds, 1)))
 
 
 # -- probes -----------------------------------------------------------------------------------------------------------
@@ -248,8 +246,7 @@ class _Probe:
 
     @classmethod
     def of(cls, model: Model, seeds: tuple[int, ...], length: int | None, rows: int) -> _Probe:
-        if rows < 1:
-            raise CircuitsError(f"rows = {rows}: a seed takes at least one prompt")
+        whole_number("rows", rows, 1)
         pool, n_ctx = ordinary_tokens(model), model.architecture.n_ctx
         if not pool:
             raise CircuitsError(f"{model.name} has no token but special ones: nothing to draw probes from")

@@ -280,7 +280,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, str]]:
             where = f"{path}, line {number}"
             try:
                 found = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
                 raise CircuitsError(f"{where} is no JSON ({error}): write a string or an object with a text") from error
             text = found.get("text") if isinstance(found, dict) else found
             if not isinstance(text, str):

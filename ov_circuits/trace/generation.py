@@ -14,7 +14,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
 from ov_circuits.trace.engines import check_tokens, likeliest_continuation
 from ov_circuits.trace.ledger import Account, accounts, logit_reading
-from ov_circuits.trace.trace import Trace, prompt_ids, trace
+from ov_circuits.trace.trace import Trace, prompt_ids, trace, whole_ids
 from ov_circuits.words import token_text
 
 if TYPE_CHECKING:
@@ -171,12 +171,21 @@ def generate(
 
 def _said(model: Model, prompt: str | Sequence[int], continuation: str | Sequence[int]) -> list[int]:
     """The continuation's ids; of text after text, as the tokenizer reads the two together."""
-    if not len(continuation):
-        raise CircuitsError("the continuation is empty: give it at least one token")
     if not isinstance(continuation, str):
-        return list(continuation)
-    if not isinstance(prompt, str):
-        return model.tokenizer.encode(continuation)
+        said = whole_ids(continuation)
+    elif not isinstance(prompt, str):
+        said = model.tokenizer.encode(continuation)
+    else:
+        said = _after(model, prompt, continuation)
+    if not said:
+        raise CircuitsError("the continuation is empty: give it at least one token")
+    return said
+
+
+def _after(model: Model, prompt: str, continuation: str) -> list[int]:
+    """A text's ids after another text."""
+    if not continuation:
+        return []
     before, together = model.tokenizer.encode(prompt), model.tokenizer.encode(prompt + continuation)
     if together[: len(before)] != before or len(together) == len(before):
         raise CircuitsError(

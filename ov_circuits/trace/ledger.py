@@ -16,6 +16,7 @@ A ledger is of *direct* effects: removing a head may change less than its entry 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -251,8 +252,8 @@ def _asked(
         return None, "a direction of the final norm's output", {"answer": None, "against": None}
     if isinstance(answer, Mapping):
         weights = {token_id(model, word): float(weight) for word, weight in answer.items()}
-        if not weights:
-            raise CircuitsError("the answer is an empty weighting: give at least one word")
+        if not weights or not all(map(math.isfinite, weights.values())):
+            raise CircuitsError("a weighting of logits holds at least one word, and finite weights")
         named = " ".join(f"{weight:+.3g} {token_text(model, token)!r}" for token, weight in list(weights.items())[:4])
         more = " .." if len(weights) > 4 else ""
         return weights, f"weighted logits {named}{more}", {"answer": None, "against": None}

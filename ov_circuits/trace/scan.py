@@ -43,7 +43,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ov_circuits.checkpoint.norms import Norm
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import LARGEST_SEED, CircuitsError, whole_number
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
@@ -92,8 +92,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             least = {"seed": 0, "loss_sample": 2}.get(name, 1)
-            if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-                raise CircuitsError(f"{name} is a whole number from {least} on, not {str(value)[:80]}")
+            whole_number(name, value, least, LARGEST_SEED if name == "seed" else None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -257,7 +257,7 @@ def prompt_ids(model: Model, prompt: Any, bos: bool | None = None) -> tuple[list
     Raises:
         CircuitsError: as :func:`trace`.
     """
-    tokens = list(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else _ids(prompt)
+    tokens = list(model.tokenizer.encode(prompt)) if isinstance(prompt, str) else whole_ids(prompt)
     if not tokens:
         raise CircuitsError("the prompt is empty: give it at least one token")
     front = bos_id(model)
@@ -323,7 +323,7 @@ def open_trace(file: str | os.PathLike[str], model: Model) -> Trace:
         raise CircuitsError(f"the trace {file} is incomplete ({error}): make it again") from error
 
 
-def _ids(prompt: Any) -> list[int]:
+def whole_ids(prompt: Any) -> list[int]:
     """Whole numbers of a sequence or a one-dimensional tensor; nothing is rounded or read out of text."""
     if isinstance(prompt, Tensor):
         prompt = prompt.tolist()
