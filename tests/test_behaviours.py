@@ -323,10 +323,10 @@ def test_probes_have_no_special_token_and_no_token_twice(stories260k):
     [
         ({"names": "inductoin"}, "did you mean 'induction'"),
         ({"seeds": 0}, "number of seeds"),
-        ({"seeds": [-1]}, "whole numbers from 0"),
+        ({"seeds": [-1]}, "whole number from 0"),
         ({"length": 40}, r"periods of 4 to 31 tokens \(64 positions"),
         ({"length": 3}, "periods of 4 to 31"),
-        ({"rows": 0}, "at least one prompt"),
+        ({"rows": 0}, "rows is a whole number from 1"),
     ],
 )
 def test_faulty_questions_are_said_in_a_sentence(tiny_gpt2_char, arguments, message):

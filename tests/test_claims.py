@@ -226,7 +226,7 @@ def test_other_faulty_questions(tiny_gpt2_char, gpt2_small_attention, gpt_nano_s
     model = ov.load(tiny_gpt2_char)
     with pytest.raises(CircuitsError, match="choose layer or model"):
         ov.check(model, "1.0 copies", among="room")
-    with pytest.raises(CircuitsError, match="an interval needs"):
+    with pytest.raises(CircuitsError, match="whole number from 2"):
         ov.check(model, "1.0 copies", prompts=1)
     with pytest.raises(CircuitsError, match="cannot run a prompt"):
         ov.check(ov.load(gpt2_small_attention), "9.9 copies")

@@ -244,3 +244,56 @@ def test_a_bos_outside_the_vocabulary_is_none_and_named_when_asked_for(tiny_gpt2
 
 def test_a_home_that_does_not_exist_is_a_sentence():
     assert "nobody_of_this_name" in run("inspect", "~nobody_of_this_name/x", code=2).stderr
+
+
+# -- seeds, weightings, traces of the last logits ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return ov.load()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**30, 1.5, True])
+def test_a_seed_that_no_generator_takes_is_refused(embedded, tmp_path, seed):
+    file = tmp_path / "set.jsonl"
+    file.write_text('{"prompt": "the people of", "answer": " the"}\n')
+    for asked in (
+        lambda: ov.check(embedded, "1.0 copies", prompts=2, seed=seed),
+        lambda: ov.behaviours(embedded, seeds=[seed]),
+        lambda: ov.attribute(embedded, file, seed=seed),
+        lambda: ov.scoreboard(embedded, seed=seed),
+    ):
+        with pytest.raises(CircuitsError, match="a seed is a whole number from 0"):
+            asked()
+
+
+def test_a_number_of_thousands_of_digits_names_its_line(embedded, tmp_path):
+    file = tmp_path / "set.jsonl"
+    file.write_text('{"text": "x"}\n{"prompt": "x", "text": "x", "n": ' + "1" * 6000 + "}\n")
+    for asked in (lambda: ov.scan(embedded, file), lambda: ov.prompts.read(file)):
+        with pytest.raises(CircuitsError, match=r"set\.jsonl, line [12] "):
+            asked()
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_a_weighting_that_is_not_finite_is_refused(embedded, weight):
+    with pytest.raises(CircuitsError, match="finite weights"):
+        embedded.trace("the people").ledger({" the": weight})
+
+
+def test_a_trace_of_the_last_logits_shows_a_page_and_is_not_ablated(embedded):
+    last, whole = (embedded.trace("the people of the", last_logits=only) for only in (True, False))
+    with pytest.raises(CircuitsError, match="last_logits"):
+        ov.ablate(embedded, "1.0", last)
+    top = whole.logits[-1].argmax().item()
+    assert last.logits[last.row(len(last) - 1)].argmax().item() == top
+    ov.dashboard(embedded, last)
+
+
+def test_an_ablation_says_that_a_prompt_set_put_bos_first(embedded, tmp_path):
+    file = tmp_path / "set.jsonl"
+    file.write_text('{"prompt": "the people of", "answer": " the"}\n')
+    for bos in (True, False):
+        found = ov.ablate(embedded, "1.0", ov.prompts.load(file, embedded, bos=bos))
+        assert found.attrs["bos_added"] is bos

@@ -240,7 +240,6 @@ def cases(
 
 def _questions(model: Model, found: PromptSet) -> list[tuple[Trace, Mapping[int, float]]]:
     """A set's prompts as traces that say of BOS what the set does, which has put it there already."""
-    _ = found.compares  # or there is no mean
     traces = model.trace([list(prompt.tokens) for prompt in found])
     return [
         (replace(trace, bos_added=prompt.bos_added), prompt.weights)
