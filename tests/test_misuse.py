@@ -254,7 +254,7 @@ def embedded():
     return ov.load()
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 10**30, 1.5, True])
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**30, True])
 def test_a_seed_that_no_generator_takes_is_refused(embedded, tmp_path, seed):
     file = tmp_path / "set.jsonl"
     file.write_text('{"prompt": "the people of", "answer": " the"}\n')

@@ -78,6 +78,8 @@ class Adapter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._where = str(folder / CONFIG)
+        if not (folder / CONFIG).is_file():
+            raise CircuitsError(f"{folder} holds no adapter: name the folder with PEFT's {CONFIG}")
         self._config = read_json(folder / CONFIG)
         self._settings = Settings(self._config, self._where)
         self._check()

@@ -195,7 +195,7 @@ def _asked(names: Sequence[str] | str | None) -> list[str]:
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(seeds, Sequence) and not isinstance(seeds, str) and seeds:
+    if isinstance(seeds, Sequence) and seeds:
         return tuple(check_seed(seed) for seed in seeds)
     return tuple(range(whole_number("the number of seeds", seeds, 1)))
 
