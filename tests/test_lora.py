@@ -112,13 +112,13 @@ def test_every_adapted_tensor_is_peft_merged_one(adapter, tmp_path):
 
 def test_a_pickled_adapter_and_a_base_beside_it(adapter, tmp_path):
     base, folder, _ = adapter("llama-grouped")
-    right = ov.load(folder)
+    right = ov.load(folder).head("1.1").W_V
     torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
     (folder / "adapter_model.safetensors").unlink()
     shutil.copytree(base, tmp_path / "base")
     said(folder, base_model_name_or_path="../base")
     made = ov.load(folder)
-    assert made.head("1.1").W_V.equal(right.head("1.1").W_V)
+    assert made.head("1.1").W_V.equal(right)
     assert folder / "adapter_model.bin" in made.source.checkpoint.files()
 
 
