@@ -40,8 +40,8 @@ def _step(step: Step, n: int) -> dict[str, Any]:
         "difference": number(account.reading.actual),
         "total": number(account.total),
         "residual": account.residual,
-        # From each token through all heads; nothing stands after the position that predicts.
-        "sources": numbers([*sources, *[0.0] * (n - len(sources))]),
+        # From each token through all heads; none from those after the position that predicts.
+        "sources": [*numbers(sources[: step.position + 1]), *[None] * (n - step.position - 1)],
         "components": [{"component": name, "value": number(value)} for name, value in _kinds(account)],
     }
 

@@ -65,16 +65,15 @@ def prompt_clause(values: Sequence[float | None], head: int, quantity: list[Part
 
 def _attention(row: pd.Series) -> list[Part]:
     """Where attention goes on probe prompts, if much of it goes to one place."""
-    known = {key: (float(row[key]), row.get(f"{key}_null_mean")) for key in _PLACES if _known(row.get(key))}
-    excess = {key: value - (chance if _known(chance) else 0.0) for key, (value, chance) in known.items()}
-    key = max(excess, key=excess.__getitem__, default=None)
-    if key is None or excess[key] < _ABOVE_CHANCE:
+    measured = [key for key in _PLACES if _known(row.get(key)) and _known(row.get(f"{key}_null_mean"))]
+    above = {key: float(row[key] - row[f"{key}_null_mean"]) for key in measured}
+    key = max(above, key=above.__getitem__, default=None)
+    if key is None or above[key] < _ABOVE_CHANCE:
         return []
-    value, chance = known[key]
-    degree = "mostly" if value >= _MOSTLY else "in part"
-    by_chance = f", by chance {chance:.2f}" if _known(chance) else ""
+    degree = "mostly" if row[key] >= _MOSTLY else "in part"
     name = key.replace("_", " ").removesuffix(" attention")
-    return [f"On probe prompts it attends {degree} to {_PLACES[key]} ({name} {value:.2f}{by_chance}). "]
+    told = f"{name} {row[key]:.2f}, by chance {row[f'{key}_null_mean']:.2f}"
+    return [f"On probe prompts it attends {degree} to {_PLACES[key]} ({told}). "]
 
 
 def _copying(row: pd.Series) -> list[Part]:

@@ -39,7 +39,15 @@ _FACTS = (
     "level",
     "samples",
 )
-_NAMES = {"attention_bias": "attention output bias", "final_norm": "final norm bias", "unembedding": "unembedding bias"}
+# A component by itself, or one a layer.
+_NAMES = {
+    "embedding": "Token embedding",
+    "position": "Position embedding",
+    "attention_bias": "Attention output bias",
+    "mlp": "MLP",
+    "final_norm": "Final norm bias",
+    "unembedding": "Unembedding bias",
+}
 
 
 def set_section(model: Model, found: PromptSet, frame: pd.DataFrame) -> tuple[dict[str, Any], list[float | None]]:
@@ -74,8 +82,8 @@ def _ends(heads: pd.DataFrame, prefix: str) -> dict[str, list[float | None]]:
 
 
 def _name(row: dict[Any, Any]) -> str:
-    name = _NAMES.get(row["component"], "MLP" if row["component"] == "mlp" else row["component"])
-    return name.capitalize() if name != "MLP" and pd.isna(row["layer"]) else f"{name} {row['layer']}"
+    name = _NAMES.get(row["component"], row["component"])
+    return name if pd.isna(row["layer"]) else f"{name} {row['layer']}"
 
 
 def _example(model: Model, prompt: Prompt) -> dict[str, Any]:

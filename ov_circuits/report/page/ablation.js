@@ -34,8 +34,8 @@ function ablationPart() {
   }
   const some = rows.length < data.count ? ` The ${rows.length} heads of largest attribution were ablated.` : '';
   const node = h('section', {}, h('h3', {}, 'Ablation beside attribution'),
-    h('p.lead', {}, `Each head alone is set to zero and the model runs on.${some} On the dashed line a head’s total effect is its direct effect. Below it, for heads that help, later parts make up for its absence (self-repair); far from it, they depend on it.`),
-    h('div.ablation', {}, h('figure', {}, made.node, h('p.hint', {}, 'Coloured by layer, early to late from light to dark (in the dark, from dark to light).')), ablationTable(rows)));
+    h('p.lead', {}, `Each head alone is set to zero and the model runs on.${some} On the dashed line its removal costs what its own entry says. Nearer to zero than the line, later parts make up for its absence (self-repair); farther out, they build on it.`),
+    h('div.ablation', {}, h('figure', {}, made.node, h('p.hint', {}, 'Coloured by layer, the last ones strongest. Click opens a head.')), ablationTable(rows)));
   return { node, draw };
 }
 

@@ -12,7 +12,7 @@ function examplesSection({ label, examples }) {
     ['write', 'decile', 'By tenths of the write'], ['logit', 'decile', 'By tenths of the logit'],
   ].map(([measure, kind, title]) => ({ title, rows: own.examples.filter((row) => row.measure === measure && row.kind === kind) })).filter(({ rows }) => rows.length);
   const place = h('ol.examples');
-  const tabs = h('div.segmented', { role: 'group', 'aria-label': 'Which examples' }, lists.map(({ title, rows }) => h('button', {
+  const tabs = h('div.segmented.wraps', { role: 'group', 'aria-label': 'Which examples' }, lists.map(({ title, rows }) => h('button', {
     type: 'button', onclick: (event) => draw(rows, event.currentTarget),
   }, title)));
   function draw(rows, button) {
@@ -31,19 +31,26 @@ function examplesSection({ label, examples }) {
     h('div', {}, h('h4', {}, 'On average'), h('dl.means', {}, [
       ['Size of the write', format(numbers.write)],
       ['To the true next token’s logit', format(numbers.logit, { sign: true })],
-      ['Loss saved, nats', isNumber(numbers.loss_saved_se)
-        ? `${format(numbers.loss_saved, { sign: true })} ± ${format(numbers.loss_saved_se, { digits: 2 })}` : format(numbers.loss_saved, { sign: true })],
+      ['Loss saved, nats', withError(numbers.loss_saved, numbers.loss_saved_se)],
       ['Entropy of attention, nats', format(numbers.entropy)], ['Distance, tokens', format(numbers.distance)],
     ].map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd.num', {}, value)))))));
 }
 
+/** A number with its standard error, both to the error's first digit. */
+function withError(value, error) {
+  if (!isNumber(value) || !isNumber(error) || error <= 0 || error < 1e-5) return format(value, { sign: true });
+  const digits = Math.max(0, -Math.floor(Math.log10(error)));
+  return `${value < 0 ? MINUS : '+'}${Math.abs(value).toFixed(digits)} ± ${error.toFixed(digits)}`;
+}
+
 const swatchOf = (kind) => h(`span.swatch.of-${kind}`, { 'aria-hidden': 'true' });
 
-/** Shares as bars: one or two to a row, all on one scale from zero to one. */
+/** Shares as bars: one or two to a row, all on one scale from zero to the largest. */
 function barList(title, lead, rows) {
+  const most = Math.max(1e-12, ...rows.flatMap(({ parts }) => parts).filter(isNumber));
   return h('div', {}, h('h4', {}, title), h('p.hint', {}, lead), h('table.shares', {}, h('thead.visually-hidden', {}, h('tr', {}, ['Where', 'Bar', 'Share'].map((t) => h('th', { scope: 'col' }, t)))),
     h('tbody', {}, rows.map(({ name, parts }) => h('tr', {}, h('th', { scope: 'row' }, name),
-      h('td.share-bars', {}, parts.map((share, k) => h(`div.share-bar.of-${k ? 'moved' : 'attention'}`, { style: { width: `${100 * Math.min(1, share ?? 0)}%` } }))),
+      h('td.share-bars', {}, parts.map((share, k) => h(`div.share-bar.of-${k ? 'moved' : 'attention'}`, { style: { width: `${(100 * (share ?? 0)) / most}%` } }))),
       h('td.num', {}, parts.map((share) => percent(share ?? 0)).join(' · ')))))));
 }
 
@@ -75,7 +82,7 @@ function exampleRow(row) {
           h('span.soft.nowrap', {}, ` ${row.position - row.source_position} back`)) : null,
       h('bdi.prose', { dir: 'ltr' }, destination(inside === null ? prose(row.before)
         : [prose(row.before.slice(0, inside)), markedToken('source', row.source), prose(row.before.slice(inside + row.source.length))]))),
-    h('span.soft.num.example-attention', { title: 'attention to the source' }, `attention ${format(row.attention, { digits: 2 })}`));
+    h('span.soft.num.example-attention', { title: 'attention to the source' }, `attention ${format(row.attention)}`));
 }
 
 const TOKENS_BEFORE = 16;

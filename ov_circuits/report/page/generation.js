@@ -1,6 +1,6 @@
 /** A continuation: each step's token beside its runner-up, and who made the difference. */
 function generationView(step) {
-  const place = h('div.prompt', {}, h('p.loading', {}, 'Reading the continuation in this file …'));
+  const place = h('div.view-body', {}, h('p.loading', {}, 'Reading the continuation in this file …'));
   const node = h('div.prompt', {}, h('header', {}, h('h2', {}, 'The continuation')), place);
   let draw = () => {};
   data.generation().then((generation) => {
@@ -48,8 +48,8 @@ function generationParts(generation, step) {
         h(c ? `th.${c}` : 'th', { scope: 'col' }, t || h('span.visually-hidden', {}, k === 2 ? 'Probability' : 'Its probability'))))),
       h('tbody', {}, steps.map((one, k) => h(k === step ? 'tr.chosen' : 'tr', {},
         h('th', { scope: 'row' }, h('a', { href: `#generation/${k + 1}`, 'aria-current': k === step ? 'true' : null }, String(k + 1))),
-        h('td', {}, tokenChip(one.token)), h('td.num', {}, format(one.probability, { digits: 2 })),
-        h('td', {}, tokenChip(one.runner_up)), h('td.num.soft', {}, format(one.runner_up_probability, { digits: 2 })),
+        h('td', {}, tokenChip(one.token)), h('td.num', {}, format(one.probability)),
+        h('td', {}, tokenChip(one.runner_up)), h('td.num.soft', {}, format(one.runner_up_probability)),
         h('td.num', {}, formatIn(digits, one.difference)),
         h('td', {}, h('span.step-heads', {}, strongestHeads(values[k], HEADS_A_STEP).map(([v, i]) => h('span.nowrap', {}, headLink(i), ' ', h('span.num.soft', {}, formatIn(of, v))))))))))));
     const sum = new Map(chosen.components.map((c) => [c.component, c.value]));

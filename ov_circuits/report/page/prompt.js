@@ -120,7 +120,7 @@ function accountTable() {
 
 function promptView() {
   const { prompt } = data;
-  const strip = h('div');
+  const strip = h('div.prompt-strip');
   const chosen = h('div');
   const explained = Boolean(prompt.components?.length && isNumber(prompt.total));
   const mapKey = () => (state.promptSource === null ? 'prompt_value' : BY_SOURCE);

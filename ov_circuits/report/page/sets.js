@@ -2,7 +2,7 @@ const SET_ROWS = 24;
 
 /** The view of a prompt set: means over its prompts, with intervals, by head and by named position. */
 function setView() {
-  const place = h('div.set', {}, h('p.loading', {}, 'Reading the prompt set in this file …'));
+  const place = h('div.view-body', {}, h('p.loading', {}, 'Reading the prompt set in this file …'));
   const node = h('div.prompt', {}, h('header', {}, h('h2', {}, 'The prompt set')), place);
   let draw = () => {};
   data.promptSet().then((set) => {
@@ -16,7 +16,7 @@ function setView() {
 }
 
 const roleName = (role) => role.replace(/_/g, ' ');
-const intervalText = ({ mean, low, high }, more = {}) => (isNumber(low) ? `${format(mean, { sign: true, ...more })} [${format(low, { sign: true, digits: 2 })}, ${format(high, { sign: true, digits: 2 })}]` : format(mean, { sign: true, ...more }));
+const intervalText = ({ mean, low, high }, more = {}) => (isNumber(low) ? `${format(mean, { sign: true, ...more })} [${format(low, { sign: true })}, ${format(high, { sign: true })}]` : format(mean, { sign: true, ...more }));
 
 function setParts(set) {
   const dropped = Object.entries(set.dropped);
@@ -60,10 +60,10 @@ function setParts(set) {
   const parts = [
     h('section', {}, h('h3', {}, 'Heads'), lead, h('div.field-note', {}, h('span.hint', {}, 'From '), roles),
       h('div.prompt-columns', {}, h('div', {}, bars), h('div.map-panel', {}, map.node, legendPlace))),
-    h('section', {}, h('h3', {}, 'Everything else'), h('p.lead', {}, `Together with all heads these sum to the mean, but for a residual of ${format(set.residual, { sign: true })}.`), others),
+    h('section.set-others', {}, h('h3', {}, 'Everything else'), h('p.lead', {}, `Together with all heads these sum to the mean, but for a residual of ${format(set.residual, { sign: true })}.`), others),
     h('section', {}, h('h3', {}, 'Some of the prompts'), h('ol.set-prompts', {}, set.examples.map((prompt) => h('li', {},
       h('div.set-prompt', {}, prompt.tokens.map((token, k) => h('span.role-token', { title: prompt.roles[k] ? roleName(prompt.roles[k]) : null },
-        tokenChip(token, { title: null }), prompt.roles[k] ? h('span.role', {}, roleName(prompt.roles[k])) : null))),
+        tokenChip(token, { title: null }), prompt.roles[k] && prompt.roles[k] !== prompt.roles[k - 1] ? h('span.role', {}, roleName(prompt.roles[k])) : null))),
       h('p', {}, h('span.soft', {}, 'answer '), clipTokens(prompt.answer), prompt.foil.length ? [h('span.soft', {}, ' against '), clipTokens(prompt.foil)] : null))))),
   ];
   return { head, parts, draw };
@@ -77,12 +77,13 @@ function whiskers(rows, caption) {
   const [lo, hi] = [Math.min(0, ...ends), Math.max(0, ...ends)];
   const at = (v) => ((v - lo) / (hi - lo || 1)) * 100;
   const digits = scaleOf(ends, true);
-  return h('table.account.whiskers', {}, h('caption.visually-hidden', {}, caption),
-    h('thead.visually-hidden', {}, h('tr', {}, ['Component', 'Mean and interval', 'Mean', 'Interval'].map((t) => h('th', { scope: 'col' }, t)))),
+  const certain = rows.some((row) => isNumber(row.low));
+  return h(certain ? 'table.account.whiskers.certain' : 'table.account.whiskers', {}, h('caption.visually-hidden', {}, caption),
+    h('thead.visually-hidden', {}, h('tr', {}, (certain ? ['Component', 'Mean and interval', 'Mean', 'Interval'] : ['Component', 'Bar', 'Value']).map((t) => h('th', { scope: 'col' }, t)))),
     h('tbody', {}, rows.map((row) => h('tr', {}, h('th', { scope: 'row' }, row.name),
       h('td.track', {}, h('span.zero-line', { style: { left: `${at(0)}%` } }),
         h(`span.step.${row.mean < 0 ? 'down' : 'up'}`, { style: { left: `${at(Math.min(0, row.mean))}%`, width: `${Math.max(0.3, Math.abs(at(row.mean) - at(0)))}%` } }),
         isNumber(row.low) ? h('span.whisker', { style: { left: `${at(row.low)}%`, width: `${at(row.high) - at(row.low)}%` } }) : null),
       h('td.num', {}, formatIn(digits, row.mean)),
-      h('td.num.soft.interval', {}, isNumber(row.low) ? `${formatIn(digits, row.low)} to ${formatIn(digits, row.high)}` : '')))));
+      certain ? h('td.num.soft.interval', {}, isNumber(row.low) ? `${formatIn(digits, row.low)} to ${formatIn(digits, row.high)}` : '') : null))));
 }
