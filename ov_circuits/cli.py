@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ov_circuits.model import Model
+    from ov_circuits.trace.scan import Scan
 
 # The names of the model that comes with the package.
 _EMBEDDED = ("-", "embedded")
@@ -263,6 +264,41 @@ def report(
     paths: Annotated[
         bool, typer.Option("--paths/--no-paths", help="Whether to work out composition of all pairs.")
     ] = True,
+    behaviours: Annotated[
+        bool | None,
+        typer.Option(
+            "--behaviours/--no-behaviours",
+            show_default=False,
+            help="Whether to probe what heads attend to. Default: if it fits into 10 s.",
+        ),
+    ] = None,
+    scan: Annotated[
+        str | None,
+        typer.Option(
+            "--scan",
+            metavar="N|FOLDER",
+            show_default=False,
+            help="Examples from N tokens of the text that comes with the package, 0 for none; or from a scan kept with "
+            "`scan --save`. Default: 4000 for small models.",
+        ),
+    ] = None,
+    ablate: Annotated[
+        str | None,
+        typer.Option(
+            "--ablate",
+            metavar="N|all",
+            show_default=False,
+            help="With --prompt: how many heads to ablate, one at a time. Default: as fit into 10 s.",
+        ),
+    ] = None,
+    generate: Annotated[
+        int | None,
+        typer.Option("--generate", min=1, show_default=False, help="With --prompt: account for N more tokens."),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option("--prompts", metavar="SET|FILE", show_default=False, help="Mean attribution over a prompt set."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -287,8 +323,11 @@ def report(
     from ov_circuits.report.dashboard import Dashboard
     from ov_circuits.report.payload import payload
     from ov_circuits.report.results import gather
+    from ov_circuits.trace.generation import generate as run_on
     from ov_circuits.words import token_id
 
+    if prompt is None and generate is not None:
+        raise CircuitsError("--generate continues a prompt: give --prompt as well")
     if bundle is not None:
         check_folder(bundle)
     elif output is None:
@@ -298,12 +337,25 @@ def report(
     opened = _open(model, view, revision, adapter)
     chosen, other = (None if word is None else token_id(opened, _word(word, ids)) for word in (answer, against))
     with _target(output, opened) as file:
-        trace = None
+        trace = generation = None
         if prompt is not None:
             note("running the prompt")
             trace = opened.trace(_prompt(prompt, ids), bos=bos)
+            if generate is not None:
+                generation = run_on(opened, _prompt(prompt, ids), generate, bos=bos)
         results = gather(
-            opened, trace, chosen, other, scores=_score_names(scores), pairs=_count_or_all(pairs), paths=paths
+            opened,
+            trace,
+            chosen,
+            other,
+            scores=_score_names(scores),
+            pairs=_count_or_all(pairs, "--pairs"),
+            paths=paths,
+            behaviours=behaviours,
+            scan=_tokens_or_scan(scan),
+            ablation=_count_or_all(ablate, "--ablate"),
+            prompts=prompts,
+            generation=generation,
         )
         if file is not None:
             Dashboard(payload(results)).save(file)
@@ -1127,12 +1179,20 @@ def _score_names(scores: str | None) -> list[str] | str | None:
     return names
 
 
-def _count_or_all(text: str | None) -> int | str | None:
+def _count_or_all(text: str | None, option: str) -> int | str | None:
     if text is None or text == "all":
         return text
-    if not text.isascii() or not text.isdigit():
-        raise CircuitsError(f"--pairs takes a number of heads or all, not {text!r}")
+    if not _is_count(text):
+        raise CircuitsError(f"{option} takes a number of heads or all, not {text!r}")
     return int(text)
+
+
+def _tokens_or_scan(text: str | None) -> int | Scan | None:
+    from ov_circuits.trace.scan import open_scan
+
+    if text is None:
+        return None
+    return int(text) if _is_count(text) else open_scan(text)
 
 
 def _prompt(text: str, ids: bool) -> str | list[int]:

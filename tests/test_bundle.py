@@ -89,7 +89,16 @@ def test_every_file_is_in_the_manifest_with_its_hash(bundle, stories260k):
 def test_the_frames_are_the_librarys(bundle, story):
     folder, (model, results) = bundle[0], story
     board = pd.read_parquet(folder / "heads.parquet")
-    pd.testing.assert_frame_equal(board, pd.DataFrame(ov.scoreboard(model, tokens=0)))
+    weights = pd.DataFrame(ov.scoreboard(model, tokens=0))
+    pd.testing.assert_frame_equal(board[weights.columns], weights)
+    behaviours = ov.behaviours(model)
+    both = [column for column in behaviours if column in board]
+    pd.testing.assert_frame_equal(board[both], behaviours[both])
+    assert len(both) > 20
+    sweep = ov.ablation_sweep(model, results.trace, answer=" little", against=" big")
+    pd.testing.assert_frame_equal(pd.read_parquet(folder / "ablation.parquet"), sweep)
+    examples = pd.read_parquet(folder / "examples.parquet")
+    pd.testing.assert_frame_equal(examples, results.scan.examples)
     assert board.attrs["view"] == "folded"
     composition = ov.composition(model, "all")
     pd.testing.assert_frame_equal(pd.read_parquet(folder / "composition.parquet"), composition)

@@ -539,3 +539,26 @@ def test_pairs_are_those_of_the_library_for_both_circuits(stories260k, tmp_path)
     assert json.loads((tmp_path / "pairs.json").read_text())["head"] == "3.6"
     assert "offset 1" in squeezed(run("pairs", stories260k, "3.6", "--circuit", "qk", "--offset", 1).stdout)
     assert "choose ov" in run("pairs", stories260k, "3.6", "--circuit", "kq", code=2).stderr
+
+
+def test_report_takes_a_set_a_continuation_and_ablations(tmp_path):
+    page = tmp_path / "page.html"
+    quick = ["--no-behaviours", "--no-paths", "--pairs", "0", "--scan", "0", "-o", page]
+    run("report", "--prompt", "the people", "--generate", "2", "--ablate", "2", "--prompts", "successors", *quick)
+    text = page.read_text(encoding="utf-8")
+    assert all(f'id="block-{name}"' in text for name in ("generation", "prompt_set", "cards"))
+    assert 'id="block-examples"' not in text
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--generate", "2"], "give --prompt as well"),
+    (["--ablate", "some"], "--ablate takes a number of heads or all"),
+    (["--ablate", "3"], "needs a prompt"),
+    (["--scan", "nowhere"], "cannot read the scan's nowhere"),
+    (["--prompts", "iio"], "iio"),
+])  # fmt: skip
+def test_report_refuses_in_a_sentence(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("report", *options, code=2)
+    assert message in result.stderr and "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -41,6 +41,23 @@ def test_copying_is_said_where_tokens_are_copied(row, said):
     assert flat(sentence(pd.Series(row, dtype=float), BARE, None, None)) == said
 
 
+@pytest.mark.parametrize(("row", "said"), [
+    ({"induction": 0.94, "induction_null_mean": 0.03, "first_token": 0.02, "first_token_null_mean": 0.02},
+     "On probe prompts it attends mostly to the token after an earlier occurrence (induction 0.94, by chance 0.03)."),
+    ({"self_attention": 0.3, "self_attention_null_mean": 0.02},
+     "On probe prompts it attends in part to the token itself (self 0.30, by chance 0.02)."),
+    # More attention in all, less above chance.
+    ({"delimiter": 0.5, "delimiter_null_mean": 0.4, "previous_token": 0.45, "previous_token_null_mean": 0.05},
+     "On probe prompts it attends in part to the token before (previous token 0.45, by chance 0.05)."),
+    ({"delimiter": 0.5, "delimiter_null_mean": 0.4}, ""),
+    ({"induction": float("nan"), "induction_null_mean": float("nan")}, ""),
+    # Not a share of attention.
+    ({"random_copying": 0.9, "random_copying_null_mean": -0.9}, ""),
+])  # fmt: skip
+def test_attention_is_said_where_much_of_it_goes_to_one_place(row, said):
+    assert flat(sentence(pd.Series(row, dtype=float), BARE, None, None)) == said
+
+
 def test_links_of_one_kind_stand_together_and_none_are_invented():
     incoming = pairs(("K", 7, 9.04), ("K", 3, 4.5), ("V", 2, 4.0))
     outgoing = pairs(("Q", 11, 5.0), ("V", 12, 3.3))

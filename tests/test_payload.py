@@ -11,9 +11,15 @@ import torch
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
+from ov_circuits.report import budget, results
 from ov_circuits.report.cards import head_card
+from ov_circuits.report.examples import examples_payload
 from ov_circuits.scores.board import SCORES
 from ov_circuits.scores.directions import directions
+from ov_circuits.trace.behaviours import BEHAVIOURS
+
+# What takes seconds, where a test is about something else.
+BARE = {"behaviours": False, "scan": 0, "ablation": 0}
 
 
 def unpack(array):
@@ -36,7 +42,8 @@ def test_scores_are_the_boards(story):
     model, trace, payload = story
     board = ov.scoreboard(model, tokens=0)
     keys = [score["key"] for score in payload["scores"]]
-    assert keys == [*(key for key in board.columns if key in SCORES), "write_norm"]
+    behaviours = [key for key in BEHAVIOURS if key in ov.behaviours(model, seeds=1, rows=1)]
+    assert keys == [*(key for key in board.columns if key in SCORES), *behaviours, "write_norm", "total_effect"]
     for key in board.columns:
         if key in SCORES:
             assert payload["values"][key] == pytest.approx(board[key].tolist(), rel=1e-4)
@@ -76,7 +83,7 @@ def test_the_prompt_part_is_the_trace_and_its_ledger(story):
 
 def test_without_an_answer_the_likeliest_token_is_explained_against_the_runner_up(story):
     model, trace, _ = story
-    prompt = ov.dashboard(model, trace).payload["prompt"]
+    prompt = ov.dashboard(model, trace, **BARE).payload["prompt"]
     top = trace.logits[-1].topk(2).indices.tolist()
     assert [prompt["answer"]["id"], prompt["against"]["id"]] == top
 
@@ -90,13 +97,13 @@ def test_attention_weights_alone_make_a_page_that_says_what_is_left_out(gpt2_sma
 
 
 def test_a_page_is_one_file_written_whole(story, tmp_path):
-    model, trace, _ = story
-    ov.dashboard(model, trace).save(tmp_path / "report.html")
+    page = ov.dashboard(*story[:2], **BARE)
+    page.save(tmp_path / "report.html")
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert text.lower().startswith("<!doctype html>") and "</html>" in text
     with pytest.raises(CircuitsError, match="does not exist"):
-        ov.dashboard(model, trace).save(tmp_path / "nowhere" / "report.html")
+        page.save(tmp_path / "nowhere" / "report.html")
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
@@ -152,7 +159,7 @@ def test_which_heads_have_their_pairs_read(story):
     model, trace, _ = story
 
     def read(**options):
-        cards = ov.dashboard(model, paths=False, **options).payload["cards"]
+        cards = ov.dashboard(model, paths=False, **BARE, **options).payload["cards"]
         return [label for label, card in zip(model.head_labels, cards, strict=True) if card["pairs"]]
 
     board = ov.scoreboard(model).set_index("head")["eigen_copying_full"].abs()
@@ -168,7 +175,7 @@ def test_which_heads_have_their_pairs_read(story):
 
 def test_scores_over_the_vocabulary_come_beside_the_spectra_with_z(story):
     model = story[0]
-    payload = ov.dashboard(model, scores=["rank_copying_10"], paths=False, pairs=0).payload
+    payload = ov.dashboard(model, scores=["rank_copying_10"], paths=False, pairs=0, **BARE).payload
     alone = ov.rank_copying(model)["rank_copying_10"]
     assert payload["values"]["rank_copying_10"] == pytest.approx(alone.tolist(), rel=1e-4)
     assert len(payload["chance"]["rank_copying_10"]["z"]) == 40 and "eigen_copying_full" in payload["values"]
@@ -180,3 +187,104 @@ def test_scores_over_the_vocabulary_come_beside_the_spectra_with_z(story):
 
 def test_every_check_of_the_certificate_is_explained(story):
     assert all(check["meaning"] for check in story[2]["meta"]["certificate"]["checks"])
+
+
+def test_behaviours_stand_beside_the_scores_with_chance_and_spread(story):
+    model, _, payload = story
+    alone = ov.behaviours(model)
+    for key in alone.attrs["sources"]:
+        assert payload["values"][key] == pytest.approx(alone[key].tolist(), rel=1e-4)
+        chance = payload["chance"][key]
+        for name, column in (("mean", "null_mean"), ("z", "z"), ("spread", "spread")):
+            assert chance[name] == pytest.approx(alone[f"{key}_{column}"].tolist(), rel=1e-4, abs=1e-12)
+        assert next(score for score in payload["scores"] if score["key"] == key)["source"] == BEHAVIOURS[key].source
+    assert any("8 seeds of 4 prompts" in note for note in payload["meta"]["notes"])
+
+
+def test_a_small_models_page_has_examples_of_the_packages_text(story):
+    model, _, payload = story
+    assert payload["examples"] == examples_payload(ov.scan(model, tokens=4000))
+    few = ov.scan(model, tokens=600)
+    assert ov.dashboard(model, scan=few, behaviours=False, paths=False).payload["examples"] == examples_payload(few)
+    with pytest.raises(CircuitsError, match="scan is of"):
+        ov.dashboard(ov.load(), scan=few)
+
+
+def test_ablations_stand_beside_the_account(story):
+    model, trace, payload = story
+    sweep = ov.ablation_sweep(model, trace, answer=" little", against=" big")
+    found = payload["prompt"]["ablation"]
+    assert found["head"] == list(range(40)) and found["method"] == "zero"
+    for name in ("direct_effect", "total_effect", "answer_loss_change", "kl"):
+        assert found[name] == pytest.approx(sweep[name].tolist(), rel=1e-4)
+    assert payload["values"]["total_effect"] == found["total_effect"]
+    options = BARE | {"ablation": 2}
+    few = ov.dashboard(model, trace, " little", " big", paths=False, pairs=0, **options).payload
+    strongest = sweep["direct_effect"].abs().nlargest(2).index
+    assert set(few["prompt"]["ablation"]["head"]) == set(strongest)
+    assert [i for i, value in enumerate(few["values"]["total_effect"]) if value is not None] == sorted(strongest)
+
+
+def test_a_prompt_set_comes_with_its_means_and_intervals():
+    model = ov.load()
+    chosen = ov.prompts.load("greater_than_digit", model, n=5)
+    page = ov.dashboard(model, prompts=chosen, paths=False, pairs=0, **BARE).payload
+    section, frame = page["prompt_set"], ov.attribute(model, chosen)
+    heads = frame[frame["component"] == "head"]
+    assert [*heads["head"]] == model.head_labels
+    for name in ("mean", "low", "high"):
+        assert section["heads"][name] == pytest.approx(heads[name].tolist(), rel=1e-4)
+        suffix = "" if name == "mean" else f"_{name}"
+        assert section["roles"]["decade"][name] == pytest.approx(heads[f"from_decade{suffix}"].tolist(), rel=1e-4)
+    assert page["values"]["set_mean"] == section["heads"]["mean"]
+    summed = sum(section["heads"]["mean"]) + sum(row["mean"] for row in section["others"])
+    assert summed == pytest.approx(section["difference"], abs=1e-4)
+    first, prompt = section["examples"][0], chosen.prompts[0]
+    assert first["tokens"] == [model.tokenizer.text(token) for token in prompt.tokens]
+    assert [k for k, role in enumerate(first["roles"]) if role == "decade"] == list(prompt.roles["decade"])
+
+
+def test_a_continuation_comes_step_by_step():
+    model = ov.load()
+    made = ov.generate(model, "the people of the", 3)
+    section = ov.dashboard(model, generation=made, paths=False, pairs=0, **BARE).payload["generation"]
+    heads, frame = made.heads(), made.frame()
+    assert unpack(section["head_value"]).flatten().tolist() == pytest.approx(heads["value"].tolist(), rel=1e-5)
+    assert np.ravel(section["head_source"]).tolist() == heads["source"].tolist()
+    for number, (row, step) in enumerate(zip(section["steps"], made.steps, strict=True)):
+        assert (row["token"], row["runner_up"]) == (step.text, step.runner_up_text)
+        account = frame[(frame["step"] == number) & (frame["kind"] == "value_path")]
+        by_source = account.groupby("source")["value"].sum().tolist()
+        assert row["sources"][: step.position + 1] == pytest.approx(by_source, rel=1e-4, abs=1e-9)
+        assert row["sources"][step.position + 1 :] == [None] * (len(made.trace) - step.position - 1)
+        parts = sum(part["value"] for part in row["components"])
+        assert parts == pytest.approx(row["total"], abs=1e-4) == pytest.approx(row["difference"], abs=1e-4)
+    with pytest.raises(CircuitsError, match="generation was made with another model"):
+        ov.dashboard(ov.load(), generation=made)
+
+
+def test_what_would_take_long_is_left_out_by_itself_and_said(story, monkeypatch):
+    monkeypatch.setattr(budget, "_RUNS", 1)
+    model, trace, _ = story
+    page = ov.dashboard(model, trace, paths=False, pairs=0).payload
+    assert page["examples"] is None and "ablation" not in page["prompt"] and "induction" not in page["values"]
+    for option in ("--behaviours", "--scan N", "--ablate N"):
+        assert any(option in note for note in page["meta"]["notes"])
+    embedded = ov.load()
+    page = ov.dashboard(embedded, prompts="greater_than_digit", paths=False, pairs=0, **BARE).payload
+    assert page["prompt_set"]["prompts"] == 16
+
+
+def test_what_cannot_be_done_is_a_note_unless_it_was_asked_for(story, monkeypatch):
+    def refuse(*_, **__):
+        raise CircuitsError("this text cannot be read")
+
+    monkeypatch.setattr(results, "run_scan", refuse)
+    options = {"behaviours": False, "paths": False, "pairs": 0}
+    page = ov.dashboard(story[0], **options).payload
+    assert page["examples"] is None
+    assert "Examples from a text are left out: this text cannot be read" in page["meta"]["notes"]
+    with pytest.raises(CircuitsError, match="cannot be read"):
+        ov.dashboard(story[0], scan=100, **options)
+    with pytest.raises(CircuitsError, match="needs a prompt"):
+        ov.dashboard(story[0], ablation=3)

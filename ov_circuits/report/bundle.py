@@ -1,7 +1,8 @@
 """A report as a folder: the page, and beside it all that it was made from, for other programs and for the record.
 
     report.html           the page
-    heads.parquet         the scoreboard; composition, overlap, spaces, pairs, account and certificate likewise
+    heads.parquet         the scoreboard; composition, overlap, spaces, pairs, account and certificate likewise, and
+                          what else was asked for: ablation, attribution, examples, generation
     cards/9.9.json        one card a head
     figures/*.svg, *.png  the main figures
     manifest.json         versions, the checkpoint's hashes, view, seed, prompt, and the hash of every file above
@@ -133,7 +134,16 @@ def _frames(results: Results) -> dict[str, pd.DataFrame]:
         "composition": results.composition,
         "overlap": results.overlap,
         "account": results.account,
+        "ablation": results.sweep,
+        "attribution": results.attribution,
     }
+    if results.scan is not None:
+        frames["examples"] = results.scan.examples
+        frames["scan"] = results.scan.heads
+        frames["distributions"] = results.scan.distributions
+    if results.generation is not None:
+        frames["generation"] = results.generation.tokens()
+        frames["generation-account"] = results.generation.frame()
     if results.pairs:
         parts = [frame.assign(head=label) for label, frame in results.pairs.items()]
         frames["pairs"] = pd.concat(parts, ignore_index=True)
@@ -154,6 +164,7 @@ def _card(results: Results, content: dict[str, Any], label: str, card: dict[str,
         "scores": {score["key"]: content["values"][score["key"]][place] for score in content["scores"]},
         "z": {key: chance["z"][place] for key, chance in content["chance"].items()},
         **with_texts(card, table),
+        **({} if content["examples"] is None else {"text": content["examples"]["heads"][label]}),
         "evidence": "".join(said),
     }
 
@@ -220,7 +231,7 @@ def _manifest(results: Results, folder: Path, left_out: str | None) -> dict[str,
             "python": platform.python_version(),
             **{name: found for name in _PACKAGES if (found := _version(name))},
         },
-        "seeds": {"nulls": results.seed},
+        "seeds": {"nulls": results.seed, "probes": results.board.attrs.get("probes", {}).get("seeds", [])},
         "draws": DRAWS,
         "scores": [key for key in results.board.columns if key in results.board.attrs["sources"]],
         "source_embedding": results.board.attrs["source_embedding"],

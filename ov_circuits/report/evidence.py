@@ -21,6 +21,16 @@ _HALF = 0.5
 _ONE_SIDED = 0.5
 _LINKS = 2
 _TOKENS = 3
+# Of a head's attention on probes: from the first on it goes "mostly" to one place; this much above chance is worth a clause.
+_MOSTLY, _ABOVE_CHANCE = 0.5, 0.2
+_PLACES = {
+    "induction": "the token after an earlier occurrence",
+    "duplicate_token": "an earlier occurrence of the token",
+    "previous_token": "the token before",
+    "first_token": "the first token",
+    "self_attention": "the token itself",
+    "delimiter": "delimiters",
+}
 
 
 def sentence(
@@ -30,7 +40,7 @@ def sentence(
 
     Pairs have columns ``kind``, ``other`` (the other head's place) and ``z_paired``.
     """
-    parts = [*_copying(row)]
+    parts = [*_attention(row), *_copying(row)]
     links = [*_links("reads from", incoming), *_links("feeds", outgoing)]
     if links:
         parts += ["It ", *links[0], *(["; it ", *links[1]] if len(links) > 1 else []), ". "]
@@ -51,6 +61,19 @@ def prompt_clause(values: Sequence[float | None], head: int, quantity: list[Part
         *quantity,
         f": {place} {way} it of {len(values)} heads.",
     ]
+
+
+def _attention(row: pd.Series) -> list[Part]:
+    """Where attention goes on probe prompts, if much of it goes to one place."""
+    measured = [key for key in _PLACES if _known(row.get(key)) and _known(row.get(f"{key}_null_mean"))]
+    above = {key: float(row[key] - row[f"{key}_null_mean"]) for key in measured}
+    key = max(above, key=above.__getitem__, default=None)
+    if key is None or above[key] < _ABOVE_CHANCE:
+        return []
+    degree = "mostly" if row[key] >= _MOSTLY else "in part"
+    name = key.replace("_", " ").removesuffix(" attention")
+    told = f"{name} {row[key]:.2f}, by chance {row[f'{key}_null_mean']:.2f}"
+    return [f"On probe prompts it attends {degree} to {_PLACES[key]} ({told}). "]
 
 
 def _copying(row: pd.Series) -> list[Part]:

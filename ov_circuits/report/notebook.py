@@ -1,5 +1,5 @@
-"""What a notebook shows for a head, a trace and a scoreboard: static HTML, so that it looks the same in JupyterLab, VS Code and
-Colab, in exports, and with scripts disabled.
+"""What a notebook shows for a head, a trace, a continuation, a scan and a scoreboard: static HTML, so that it looks the same in
+JupyterLab, VS Code and Colab, in exports, and with scripts disabled.
 
 Nothing has an id and every class begins with ``ov-``, so that outputs do not collide; colours are the notebook's own, light or
 dark. Text is escaped in one place, :func:`_e`.
@@ -19,6 +19,8 @@ from ov_circuits.report.text import visible
 
 if TYPE_CHECKING:
     from ov_circuits.model import Head
+    from ov_circuits.trace.generation import Generation
+    from ov_circuits.trace.scan import Scan
     from ov_circuits.trace.trace import Trace
 
 _STYLE = """<style>
@@ -111,6 +113,47 @@ def trace_html(trace: Trace) -> str:
     )
 
 
+def generation_html(generation: Generation) -> str:
+    """A continuation: each step's token beside its runner-up, and the heads that made most of the difference."""
+    trace = generation.trace
+    by_step = generation.heads().groupby("step")
+    rows = []
+    for number, step in enumerate(generation.steps):
+        heads = by_step.get_group(number).set_index("head")["value"]
+        most = heads.loc[heads.abs().nlargest(3).index]
+        said = ((step.text, step.probability), (step.runner_up_text, step.runner_up_probability))
+        chosen = [f"{_token(text)} {_number(share)}" for text, share in said]
+        told = ", ".join(f"{label} {_number(value, '+.2g')}" for label, value in most.items())
+        rows.append((str(number + 1), *chosen, _number(step.account.reading.actual, "+.3g"), told))
+    how = "the model's likeliest tokens" if generation.greedy else "tokens that were given"
+    return _box(
+        f"A continuation by {_e(trace.model.name)}",
+        f"{len(generation.steps)} steps, {how}; {generation.start} tokens of prompt",
+        f"<p>{' '.join(_token(text) for text in trace.texts)}</p>",
+        _table(("Step", "chosen", "runner-up", "logit difference", "strongest heads"), rows, numbers=(3,)),
+        '<p class="ov-soft">ov.dashboard(model, generation=...) shows each step over the tokens.</p>',
+    )
+
+
+def scan_html(scan: Scan) -> str:
+    """A scan: its heads by the loss that they save, each with its strongest example."""
+    facts = scan.facts
+    strongest = scan.examples[(scan.examples["measure"] == "write") & (scan.examples["rank"] == 1)]
+    examples = strongest[strongest["kind"] == "strongest"].set_index("head")
+    rows = []
+    for row in scan.heads.nlargest(_ROWS, "loss_saved").to_dict("records"):
+        example = examples.loc[row["head"]]
+        text = f"{_prose(example['before'])}{_token(example['destination'])}{_prose(example['after'])}"
+        values = (_number(row["loss_saved"], "+.3g"), _number(row["write"]), _token(example["source"]), text)
+        rows.append((row["head"], *values))
+    return _box(
+        f"{_e(facts['model'])} over {_e(facts['corpus'])}",
+        f"{facts['positions']:,} positions, {len(scan.heads)} heads; loss {_number(facts['loss'])} nats",
+        _table(("Head", "loss saved", "write", "source", "where it writes most"), rows, numbers=(1, 2)),
+        '<p class="ov-soft">scan.of(head) has a head\'s examples; ov.dashboard(model, scan=scan) shows all of it.</p>',
+    )
+
+
 def board_html(board: pd.DataFrame) -> str | None:
     """A scoreboard: the map of its first score, and its rows; None where the frame is no longer one."""
     from ov_circuits.scores.board import TOKEN_COLUMNS, all_scores
@@ -162,6 +205,13 @@ def _escaped(part: Any) -> Any:
 
 def _token(text: str) -> str:
     return f'<bdi class="ov-token" dir="ltr">{html.escape(visible(text), quote=True)}</bdi>'
+
+
+def _prose(text: str) -> str:
+    """Running text: its spaces stay spaces."""
+    return (
+        f'<bdi dir="ltr">{html.escape(" ".join(part and visible(part) for part in text.split(" ")), quote=True)}</bdi>'
+    )
 
 
 def _number(value: Any, digits: str = ".3g") -> str:

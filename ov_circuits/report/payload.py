@@ -1,7 +1,8 @@
 """What a page shows, as one JSON-able dictionary: the only bridge between results and the page.
 
-One section a topic, each made by a module of its own: cards (`cards.py`), composition and spaces (`links.py`), the prompt
-(`prompt.py`). Everything is rounded to what a page can show and keyed so that the page needs no knowledge of models.
+One section a topic, each made by a module of its own: cards (`cards.py`), composition and spaces (`links.py`), the prompt and
+its ablations (`prompt.py`), a prompt set (`sets.py`), a continuation (`continuation.py`), examples from a text (`examples.py`).
+Everything is rounded to what a page can show and keyed so that the page needs no knowledge of models.
 """
 
 from __future__ import annotations
@@ -16,19 +17,25 @@ import pandas as pd
 import ov_circuits
 from ov_circuits.certificate import MEANINGS, Certificate
 from ov_circuits.checkpoint.census import census
+from ov_circuits.evidence import columns
 from ov_circuits.model import Model
 from ov_circuits.progress import track
 from ov_circuits.report.cards import Texts, layer_cards, spectrum_draws
+from ov_circuits.report.continuation import continuation_section
 from ov_circuits.report.dashboard import Dashboard
 from ov_circuits.report.evidence import Part, prompt_clause, sentence
+from ov_circuits.report.examples import examples_payload
 from ov_circuits.report.links import composition_section, spaces_section
 from ov_circuits.report.numbers import number
-from ov_circuits.report.prompt import WRITE_NORM, prompt_section
+from ov_circuits.report.prompt import TOTAL_EFFECT, WRITE_NORM, ablation_section, prompt_section
 from ov_circuits.report.results import Results, gather
-from ov_circuits.scores.board import all_scores
+from ov_circuits.report.sets import SET_MEAN, set_section
 from ov_circuits.scores.chance import DRAWS, SPECTRUM_NULL
 
 if TYPE_CHECKING:
+    from ov_circuits.prompts import PromptSet
+    from ov_circuits.trace.generation import Generation
+    from ov_circuits.trace.scan import Scan
     from ov_circuits.trace.trace import Trace
 
 
@@ -43,6 +50,11 @@ def dashboard(
     scores: Sequence[str] | str | None = None,
     pairs: int | str | None = None,
     paths: bool = True,
+    behaviours: bool | None = None,
+    scan: Scan | int | None = None,
+    ablation: int | str | None = None,
+    prompts: PromptSet | str | Path | None = None,
+    generation: Generation | None = None,
 ) -> Dashboard:
     """The offline page of a model, with a prompt's trace if one is given.
 
@@ -58,12 +70,23 @@ def dashboard(
         pairs: how many heads have their strongest token pairs read (the most one-sided, and those that move the answer
             most), or ``"all"``; about a second a head at 50,000 tokens. None: what fits into some twenty seconds.
         paths: whether to work out composition and write-space overlap of all pairs of heads.
+        behaviours: whether to probe what heads attend to (:func:`ov_circuits.behaviours`). None: where the model can run and
+            it takes some ten seconds, with fewer seeds on larger models.
+        scan: examples from a text: a scan, or how many tokens of the text that comes with the package to scan; 0 for none.
+            None: 4000 tokens for small models, none for others.
+        ablation: with a trace, how many heads to ablate one at a time (those that move the answer most), or ``"all"``. None:
+            what fits into some ten seconds.
+        prompts: a prompt set (:func:`ov_circuits.prompts.load`), its name or file; of a name or file as many prompts as fit into
+            some ten seconds.
+        generation: a continuation of :func:`ov_circuits.generate`.
 
     Returns:
         The page: ``.save(file)`` writes it, ``.html`` is its text, and a notebook shows it as a cell's last line.
 
     Raises:
-        CircuitsError: an answer without a trace, a trace of another checkpoint, a word of several tokens, or an unknown score.
+        CircuitsError: an answer without a trace, a trace, scan or continuation of another checkpoint, a word of several tokens,
+            an unknown score or set; or what was asked for cannot be done with this checkpoint. What is only default and cannot
+            be done is a note on the page.
     """
     return Dashboard(
         payload(
@@ -77,6 +100,11 @@ def dashboard(
                 scores=scores,
                 pairs=pairs,
                 paths=paths,
+                behaviours=behaviours,
+                scan=scan,
+                ablation=ablation,
+                prompts=prompts,
+                generation=generation,
             )
         )
     )
@@ -85,7 +113,7 @@ def dashboard(
 def payload(results: Results) -> dict[str, Any]:
     """All sections of the page."""
     model, board = results.model, results.board
-    known = all_scores()
+    known = columns()
     keys = [key for key in board.columns if key in known]
     scores = [_score(key) for key in keys]
     values = {key: [number(v) for v in board[key]] for key in keys}
@@ -93,6 +121,13 @@ def payload(results: Results) -> dict[str, Any]:
     if results.trace is not None and results.account is not None:
         prompt, values["write_norm"] = prompt_section(results.trace, results.account)
         scores.append(WRITE_NORM)
+        if results.sweep is not None:
+            prompt["ablation"], values["total_effect"] = ablation_section(results.sweep, model.head_labels)
+            scores.append(TOTAL_EFFECT)
+    prompt_set = None
+    if results.prompts is not None and results.attribution is not None:
+        prompt_set, values["set_mean"] = set_section(model, results.prompts, results.attribution)
+        scores.append(SET_MEAN)
     texts = Texts(model)
     draws = spectrum_draws(model, results.seed)
     cards = [
@@ -104,7 +139,7 @@ def payload(results: Results) -> dict[str, Any]:
     return {
         "format": 2,
         "title": model.name,
-        "meta": _meta(model, results.certificate, board.attrs["not_finite"], len(results.pairs)),
+        "meta": _meta(results),
         "scores": scores,
         "values": values,
         "chance": {key: _chance(board, key) for key in keys if f"{key}_z" in board},
@@ -113,6 +148,9 @@ def payload(results: Results) -> dict[str, Any]:
         "composition": composition_section(model, results.composition),
         "spaces": spaces_section(model, results.spaces, results.overlap),
         "prompt": prompt,
+        "prompt_set": prompt_set,
+        "generation": None if results.generation is None else continuation_section(results.generation),
+        "examples": None if results.scan is None else examples_payload(results.scan),
     }
 
 
@@ -153,7 +191,9 @@ def _flagged(
     return sides[0], sides[1]
 
 
-def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str], heads_with_pairs: int) -> dict[str, Any]:
+def _meta(results: Results) -> dict[str, Any]:
+    model, certificate = results.model, results.certificate
+    not_finite, heads_with_pairs = results.board.attrs["not_finite"], len(results.pairs)
     a, source = model.architecture, model.source
     notes = []
     if not_finite:
@@ -167,6 +207,12 @@ def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str], hea
         )
     if a.positions == "rotary":
         notes.append("Rotary positions: QK numbers are those of offset 0, one of many.")
+    if probes := results.board.attrs.get("probes"):
+        notes.append(
+            f"Behaviours are measured on {probes['probe']}: {len(probes['seeds'])} seeds of {probes['rows']} prompts, each "
+            f"after {probes['starts_with']}."
+        )
+    notes += results.notes
     return {
         "model": model.name,
         "source": Path(source.checkpoint.where).name,  # pages are shared; where it lay is nobody's business
@@ -197,7 +243,7 @@ def _meta(model: Model, certificate: Certificate, not_finite: Sequence[str], hea
 
 
 def _score(key: str) -> dict[str, Any]:
-    score = all_scores()[key]
+    score = columns()[key]
     return {
         "key": key,
         "label": score.label,
@@ -210,8 +256,9 @@ def _score(key: str) -> dict[str, Any]:
 
 
 def _chance(board: pd.DataFrame, key: str) -> dict[str, Any]:
-    """What a score would be by chance: its mean and the head's distance from it, one a head."""
-    return {
+    """What a score would be by chance: its mean and the head's distance from it, one a head; and how far seeds spread."""
+    spread = {"spread": [number(v) for v in board[f"{key}_spread"]]} if f"{key}_spread" in board else {}
+    return spread | {
         "note": board.attrs["nulls"][key],
         "mean": [number(v) for v in board[f"{key}_null_mean"]],
         "z": [number(v) for v in board[f"{key}_z"]],

@@ -24,6 +24,16 @@ WRITE_NORM = {
     "note": "Norm of what the head writes into the residual stream at the explained position of this prompt.",
 }
 
+TOTAL_EFFECT = {
+    "key": "total_effect",
+    "label": "Total effect on this prompt",
+    "group": "Prompt",
+    "diverging": True,
+    "range": None,
+    "source": "zero ablation of the head alone",
+    "note": "What the answer in fact loses when the head writes nothing and all that follows runs on without it.",
+}
+
 # What the account's components are called where they are read; the page has these names from the payload.
 COMPONENT_NAMES = {
     "embedding": "Token embedding",
@@ -62,6 +72,19 @@ def prompt_section(trace: Trace, account: pd.DataFrame) -> tuple[dict[str, Any],
         "write_norm": array(norms, "f2"),
     }
     return section, numbers(norms[:, facts["position"]])
+
+
+def ablation_section(sweep: pd.DataFrame, labels: list[str]) -> tuple[dict[str, Any], list[float | None]]:
+    """Each ablated head by its place, and all heads' total effects, which are a score of their own."""
+    place = {label: i for i, label in enumerate(labels)}
+    total = dict(zip(sweep["head"], sweep["total_effect"], strict=True))
+    names = ("direct_effect", "total_effect", "answer_loss_change", "kl")
+    section = {
+        "method": sweep.attrs["method"],
+        "head": [place[label] for label in sweep["head"]],
+        **{name: numbers(sweep[name]) for name in names},
+    }
+    return section, [number(total.get(label)) for label in labels]
 
 
 def value_paths(account: pd.DataFrame, labels: list[str]) -> pd.DataFrame:

@@ -66,6 +66,11 @@ class Generation:
     def __repr__(self) -> str:
         return f"Generation of {self.trace.model.name!r}: {self.text!r} after {self.start} tokens"
 
+    def _repr_html_(self) -> str | None:
+        from ov_circuits.shown import notebook_html
+
+        return notebook_html("generation_html", self)
+
     @property
     def text(self) -> str:
         """The continuation."""

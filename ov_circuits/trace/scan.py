@@ -110,6 +110,11 @@ class Scan:
             f"{len(self.examples):,} examples"
         )
 
+    def _repr_html_(self) -> str | None:
+        from ov_circuits.shown import notebook_html
+
+        return notebook_html("scan_html", self)
+
     @property
     def facts(self) -> dict[str, Any]:
         """Model, corpus, window, BOS, seed, the model's own mean loss."""

@@ -92,6 +92,8 @@ def make_payload(
     *,
     prompt: bool | str = True,
     embeddings: bool = True,
+    examples: bool = True,
+    sets: bool = True,
     tokens: list[str] | None = None,
     n_directions: int = 8,
     n_top: int = 8,
@@ -118,6 +120,11 @@ def make_payload(
     }
     lists: dict[str, list[float | None]] = {key: list(map(float, value)) for key, value in values.items()}
     lists["composition_k_z"][-1] = None
+    scores = list(SCORES)
+    prompt_set = make_set(rng, n, tokens) if sets else None
+    if prompt_set is not None:
+        scores.append(("set_mean", "Mean attribution on the prompt set", "Prompt set", True, None))
+        lists["set_mean"] = prompt_set["heads"]["mean"]
 
     def one_token() -> dict[str, int]:
         return {"token": int(rng.integers(len(tokens)))}
@@ -237,7 +244,7 @@ def make_payload(
                 "source": "Elhage et al. 2021",
                 "note": f"{label}: what it is, in a sentence that a reader can check against the definition.",
             }
-            for key, label, group, diverging, span in SCORES
+            for key, label, group, diverging, span in scores
         ],
         "values": lists,
         "cards": cards,
@@ -245,6 +252,111 @@ def make_payload(
         "composition": make_composition(rng, n_layers, n_heads) if n_layers > 1 else None,
         "spaces": make_spaces(rng, n, n_layers),
         "prompt": make_prompt(rng, n_layers, n_heads, tokens, answered=prompt is True) if prompt else None,
+        **({"examples": make_examples(rng, n_layers, n_heads, tokens)} if examples else {}),
+        **({"prompt_set": prompt_set, "generation": make_continuation(rng, n, tokens)} if sets else {}),
+    }
+
+
+def make_examples(rng: np.random.Generator, n_layers: int, n_heads: int, tokens: list[str]) -> dict[str, Any]:
+    """Three strongest examples a head, the last with its source out of sight, and ten by tenths."""
+
+    def example(kind: str, place: int) -> dict[str, Any]:
+        left, source, right, destination = (str(t) for t in rng.choice(np.array(tokens, dtype=object), 4))
+        near = kind == "strongest" and place < 2
+        return {
+            "measure": "write",
+            "kind": kind,
+            "decile": place + 1 if kind == "decile" else None,
+            "document": 0,
+            "position": 90,
+            "source_position": 88 if near else 40,
+            "value": float(5 - place / 3),
+            "part": 1.0,
+            "attention": 0.4,
+            "source_before": left,
+            "source": source,
+            "source_after": right,
+            "before": f"so says {left}{source}{right}" if near else "so says the text",
+            "destination": destination,
+            "after": " and goes on",
+        }
+
+    numbers = {
+        "write": 1.0,
+        "logit": -0.1,
+        "loss_saved": 0.0123,
+        "loss_saved_se": 0.0004,
+        "entropy": 1.5,
+        "distance": 9,
+    }
+    heads = {
+        f"{layer}.{head}": {
+            "numbers": numbers,
+            "attention": [0.5, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05],
+            "moved": [0.1, 0.5, 0.1, 0.1, 0.1, 0.05, 0.05],
+            "distance": [["first token", 0.5], ["0", 0.1], ["1", 0.4]],
+            "examples": [example("strongest", k) for k in range(3)] + [example("decile", k) for k in range(10)],
+        }
+        for layer in range(n_layers)
+        for head in range(n_heads)
+    }
+    facts = {"corpus": "a <b>text</b>", "positions": 4000, "loss": 3.7}
+    kinds = ["first", "self", "previous", "same_token", "after_same_token", "punctuation", "other"]
+    return {"facts": facts | {"kinds": kinds}, "heads": heads}
+
+
+def make_set(rng: np.random.Generator, n: int, tokens: list[str]) -> dict[str, Any]:
+    def means() -> dict[str, list[float]]:
+        mean = rng.normal(0, 1, n)
+        return {"mean": mean.tolist(), "low": (mean - 0.1).tolist(), "high": (mean + 0.2).tolist()}
+
+    shown = tokens[:12]
+    return {
+        "set": "made <b>up</b>",
+        "quantity": "logit of the answer minus logit of the foil",
+        "prompts": 50,
+        "dropped": {"whose answer is <several> tokens": 2},
+        "difference": 1.0,
+        "difference_low": 0.8,
+        "difference_high": 1.3,
+        "residual": 1e-7,
+        "share_right": 0.9,
+        "interval": "percentile bootstrap over prompts",
+        "level": 0.95,
+        "heads": means(),
+        "roles": {"subject": means(), "other": means()},
+        "others": [{"name": "MLP 0", "mean": 0.4, "low": 0.3, "high": 0.5}],
+        "examples": [{"tokens": shown, "roles": ["subject", *[None] * 11], "answer": tokens[:8], "foil": [" John"]}],
+    }
+
+
+def make_continuation(rng: np.random.Generator, n: int, tokens: list[str]) -> dict[str, Any]:
+    text, start = [" When", *tokens[:8]], 4
+    steps = [
+        {
+            "position": at - 1,
+            "token": text[at],
+            "probability": 0.5,
+            "runner_up": tokens[-k],
+            "runner_up_probability": 0.1,
+            "difference": 1.5 + k,
+            "total": 1.5 + k,
+            "residual": 1e-7,
+            "sources": [*rng.normal(0, 1, at).tolist(), *[None] * (len(text) - at)],
+            "components": [{"component": "head", "value": 1.0}, {"component": "mlp", "value": 0.5 + k}],
+        }
+        for k, at in enumerate(range(start, len(text)))
+    ]
+    return {
+        "tokens": text,
+        "start": start,
+        "bos_added": False,
+        "greedy": True,
+        "ended": True,
+        "steps": steps,
+        "component_names": COMPONENT_NAMES,
+        "head_value": packed(rng.normal(0, 1, (len(steps), n)), "f4"),
+        "head_source": rng.integers(0, start, (len(steps), n)).tolist(),
     }
 
 
@@ -352,6 +464,14 @@ def make_prompt(
         "quantity": "logit difference ' Mary' \N{MINUS SIGN} ' John'",
         "components": components,
         "component_names": COMPONENT_NAMES,
+        "ablation": {
+            "method": "zero",
+            "head": list(range(0, n, 2)),
+            "direct_effect": head_value[::2].tolist(),
+            "total_effect": (0.5 * head_value[::2]).tolist(),
+            "answer_loss_change": rng.normal(0, 0.1, len(head_value[::2])).tolist(),
+            "kl": rng.gamma(1, 0.1, len(head_value[::2])).tolist(),
+        },
         "head_value": [float(v) for v in head_value],
         "head_source": packed(source, "f4"),
     }

@@ -440,7 +440,7 @@ def test_prompt_view_closes_the_account(tab, pages):
     assert page.locator(".account tbody tr").count() == 7
     page.click("text=By layer")
     assert page.locator(".account tbody tr").count() == len(make_payload()["prompt"]["components"])
-    assert page.locator(".token-strip li:not(.break)").count() == 18
+    assert page.locator(".prompt-strip li:not(.break)").count() == 18
     assert page.locator(".prompt .cell").count() == HEADS
     # Attribution of a head is the sum over its source tokens: the map and the strip tell one story.
     page.select_option("#prompt-head", "5")
@@ -449,7 +449,7 @@ def test_prompt_view_closes_the_account(tab, pages):
 
 def test_a_source_token_is_decomposed_by_head(tab, pages):
     page = tab().open(pages(), "#prompt")
-    page.click(".token-button >> nth=4")
+    page.click(".prompt-strip .token-button >> nth=4")
     page.wait_for_selector(".prompt-columns .lead:has-text('at position 4')")
     spec = make_payload()["prompt"]["head_source"]
     source = np.frombuffer(base64.b64decode(spec["data"]), "<f4").reshape(spec["shape"])[:, 4]
@@ -459,6 +459,84 @@ def test_a_source_token_is_decomposed_by_head(tab, pages):
     assert "from ·John, position 4" in label
     page.click("text=All tokens")
     page.wait_for_selector(".prompt-columns .lead:has-text('from its source tokens')")
+
+
+def test_ablation_stands_beside_attribution(tab, pages):
+    page = tab().open(pages(), "#prompt")
+    page.wait_for_selector(".ablation .chart.drawn")
+    assert page.locator(".ablation .point").count() == HEADS // 2
+    ablation = make_payload()["prompt"]["ablation"]
+    largest = ablation["head"][int(np.abs(ablation["total_effect"]).argmax())]
+    first = ".effects tbody tr >> nth=0"
+    assert page.inner_text(f"{first} >> th") == f"{largest // 6}.{largest % 6}"
+    rows = {name: page.inner_text(f"{first} >> td >> nth={k}") for k, name in enumerate(("direct", "total", "rest"))}
+    numbers = {name: float(text.replace("−", "-")) for name, text in rows.items()}
+    assert numbers["rest"] == pytest.approx(numbers["total"] - numbers["direct"], abs=0.011)
+    page.click(".effects button:has-text('Loss')")
+    largest = ablation["head"][int(np.abs(ablation["answer_loss_change"]).argmax())]
+    assert page.inner_text(f"{first} >> th") == f"{largest // 6}.{largest % 6}"
+
+
+def test_a_destination_token_is_decomposed_by_head_and_source(tab, pages):
+    page = tab().open(pages(), "#prompt")
+    page.click("section:has(> h3:has-text('What a token receives')) .token-button >> nth=3")
+    page.wait_for_function("document.querySelectorAll('.received thead .token-column').length === 4")
+    spec = make_payload()["prompt"]["value_weighted"]
+    moved = np.frombuffer(base64.b64decode(spec["data"]), "<f2").reshape(spec["shape"])[:, 3, :4].astype(float)
+    order = moved.sum(1).argsort()[::-1]
+    labels = page.locator(".received tbody th").all_inner_texts()
+    assert labels == [f"{i // 6}.{i % 6}" for i in order[:18]]
+    assert float(page.inner_text(".received tbody td >> nth=2")) == pytest.approx(moved[order[0], 2], abs=0.06)
+
+
+def test_a_card_shows_a_texts_examples(tab, pages):
+    page = tab().open(pages(tokens=[" in", " the", " house", " cat"], sets=False), "#1.2")
+    page.wait_for_selector(".examples li")
+    made = make_payload(tokens=[" in", " the", " house", " cat"], sets=False)["examples"]["heads"]["1.2"]["examples"]
+    lines = page.locator(".examples li")
+    assert lines.count() == 3
+    for k, example in enumerate(made[:3]):
+        text = page.locator(".examples li").nth(k).locator(".example-text > .prose")
+        assert text.text_content() == example["before"] + example["destination"] + example["after"]
+        assert text.locator("mark.destination").text_content() == example["destination"]
+    assert lines.nth(2).locator(".example-source mark.source").text_content() == made[2]["source"]
+    assert "50 back" in lines.nth(2).inner_text()
+    page.click("text=By tenths of the write")
+    assert lines.count() == 10
+    assert "+0.0123 ± 0.0004" in page.inner_text(".means")
+
+
+def test_a_prompt_set_has_means_with_intervals_by_role(tab, pages):
+    page = tab().open(pages(), "#set")
+    page.wait_for_selector(".whiskers")
+    made = make_payload()["prompt_set"]
+    for name, values in (("All", made["heads"]), ("subject", made["roles"]["subject"])):
+        page.click(f".segmented button:has-text('{name}')")
+        order = np.abs(values["mean"]).argsort()[::-1]
+        row = page.locator(".whiskers tbody tr").first
+        assert row.locator("th").inner_text() == f"{order[0] // 6}.{order[0] % 6}"
+        ends = [float(t.replace("−", "-")) for t in row.locator(".interval").inner_text().split(" to ")]
+        assert ends == pytest.approx([values["low"][order[0]], values["high"][order[0]]], abs=0.006)
+        assert row.locator(".whisker").count() == 1
+    assert "2 whose answer is <several> tokens" in page.inner_text(".prompt > header")
+
+
+def test_a_continuation_goes_step_by_step(tab, pages):
+    page = tab().open(pages(), "#generation/3")
+    page.wait_for_selector(".steps tr.chosen")
+    made = make_payload()["generation"]
+    assert page.locator(".steps tbody tr").count() == len(made["steps"]) == 5
+    assert page.inner_text(".steps tr.chosen th") == "3"
+    page.click(".token-button >> nth=0")
+    page.wait_for_function("document.querySelector('.steps tr.chosen th')?.textContent === '1'")
+    assert page.url.endswith("#generation/1")
+    values = np.frombuffer(base64.b64decode(made["head_value"]["data"]), "<f4").reshape(made["head_value"]["shape"])[0]
+    best = int(np.abs(values).argmax())
+    assert page.inner_text(".view-body .ranking a >> nth=0") == f"{best // 6}.{best % 6}"
+    # What stands after the position that predicts has no part in the step.
+    assert page.locator(".token-strip .token.tinted").count() == made["start"]
+    page.go_back()
+    page.wait_for_function("document.querySelector('.steps tr.chosen th')?.textContent === '3'")
 
 
 def test_head_that_is_not_finite_says_so(tab, tmp_path):
@@ -511,7 +589,14 @@ def test_hostile_vocabulary_stays_text(tab, pages):
             arg=f"Head {head // 6}.{head % 6}",
         )
         seen |= set(page.locator(":is(.directions, .pairs, .evidence) .token").all_text_contents())
-    for view, part in (("paths", ".path-graph"), ("prompt", ".heat canvas"), ("compare/0.3,1.2", ".compare-card")):
+        page.wait_for_selector(".examples mark")
+    for view, part in (
+        ("paths", ".path-graph"),
+        ("prompt", ".received td >> nth=0"),
+        ("set", ".set-prompt"),
+        ("generation/2", ".token-strip"),
+        ("compare/0.3,1.2", ".compare-card"),
+    ):
         page.evaluate("view => { location.hash = view }", view)
         page.wait_for_selector(part)
     assert page.evaluate("window.xss") is None
@@ -589,7 +674,9 @@ VIEWS = {
     "": ".chart.drawn",
     "1.2": ".heat canvas",
     "paths": ".path-graph",
-    "prompt": ".heat canvas",
+    "prompt": ".received td >> nth=0",
+    "set": ".whiskers",
+    "generation/2": ".steps tr.chosen",
     "compare/0.3,1.2": ".compare-card",
 }
 
@@ -679,6 +766,8 @@ def notebook_page(tmp_path_factory) -> Path:
         model.head("1.0"),
         model.trace("the people <b>of</b> the"),
         ov.scoreboard(model, tokens=2),
+        ov.generate(model, "the people <b>of</b> the", 3),
+        ov.scan(model, tokens=400),
         Dashboard(make_payload(n_layers=2, n_heads=2, prompt=False)),
     ]
     cells = [
@@ -703,13 +792,15 @@ def test_an_exported_notebook_shows_everything_twice(tab, notebook_page, scripts
     page = one.page
     page.goto(notebook_page.as_uri())
     boxes = page.locator(".ov-box")
-    assert boxes.count() == 6
-    for k, title in enumerate(["Head 1.0 of", "A prompt through", "Scores of"] * 2):
+    assert boxes.count() == 10
+    titles = ["Head 1.0 of", "A prompt through", "Scores of", "A continuation by", "embedded over the text"]
+    for k, title in enumerate(titles * 2):
         assert title in boxes.nth(k).locator(".ov-title").inner_text()
         assert boxes.nth(k).locator("tbody tr").first.is_visible()
         assert boxes.nth(k).locator(".ov-token").count() > 3
     assert boxes.nth(0).locator("svg rect").count() == 32 and boxes.nth(0).locator("svg circle").count() == 64
     assert boxes.nth(2).locator(".ov-map tbody tr").count() == 4
+    assert boxes.nth(3).locator("tbody tr").count() == 3 and boxes.nth(4).locator("tbody tr").count() == 24
     assert page.locator(".ov-box [id]").count() == 0 and page.locator(".ov-box :is(script, b)").count() == 0
     assert "·<" in boxes.nth(1).inner_text().replace(" ", "")
     for k in range(2):

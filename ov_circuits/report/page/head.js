@@ -27,9 +27,9 @@ function headView(i) {
     charts.forEach((draw) => draw());
     updateTray();
   }
-  Promise.all([data.cards(), data.composition(), data.spaces()]).then(([cards, composition, spaces]) => {
+  Promise.all([data.cards(), data.composition(), data.spaces(), data.examples()]).then(([cards, composition, spaces, examples]) => {
     const card = cards[i];
-    const head = { i, label, card, composition, spaces, charts, onPrompt: data.prompt ? promptOnCard(i) : null };
+    const head = { i, label, card, composition, spaces, examples, charts, onPrompt: data.prompt ? promptOnCard(i) : null };
     const sections = card.singular_values.length ? CARD_SECTIONS : [notFinite, promptStripSection, promptSection];
     body.replaceChildren(...sections.map((make) => make(head)).filter(Boolean));
     update();
@@ -40,7 +40,7 @@ function headView(i) {
 /* One function a section, in the order in which a card is read. Each takes the head (its place, label and card, the sections of
  * the payload, and `charts`, whose functions are called again when the theme changes) and gives an element, or null. */
 const CARD_SECTIONS = [
-  evidenceSection, promptStripSection, directionsSection, pairsSection, spectrumSection, linksSection, spacesSection, promptSection, scoresSection,
+  evidenceSection, promptStripSection, directionsSection, pairsSection, examplesSection, spectrumSection, linksSection, spacesSection, promptSection, scoresSection,
 ];
 
 const NO_EMBEDDING = 'This checkpoint holds no embeddings, so nothing of this head can be read in tokens or in the vocabulary space.';
@@ -199,7 +199,7 @@ function scoreTable(i) {
     rows.push(h('tr', {},
       h('th', { scope: 'row', title: [score.note, score.source].filter(Boolean).join(' · ') }, score.label),
       h('td.num', {}, isNumber(v) ? h('span.swatch', { style: { background: scale.at(v).css } }) : null, formatIn(scale, v)),
-      h('td.num.soft', chance ? { title: `By chance ${formatIn(scale, chance.mean[i])}: ${chance.note}` } : {}, isNumber(z) ? `z ${format(z, { sign: true, digits: 2 })}` : ''),
+      h('td.num.soft', chance ? { title: `By chance ${formatIn(scale, chance.mean[i])}: ${chance.note}${isNumber(chance.spread?.[i]) ? `; ± ${format(chance.spread[i], { digits: 2 })} over seeds` : ''}` } : {}, isNumber(z) ? `z ${format(z, { sign: true, digits: 2 })}` : ''),
       h('td.place', {}, ticks(values, lo, hi, v)),
       h('td.num.soft', {}, rank ? `${rank.rank} of ${rank.of}` : '')));
   }

@@ -60,6 +60,9 @@ function prepare(payload) {
     holds: (name) => later.has(name),
     cards: () => laterSection('cards'),
     spaces: () => laterSection('spaces'),
+    examples: () => laterSection('examples'),
+    promptSet: () => laterSection('prompt_set'),
+    generation: () => laterSection('generation'),
     composition: once(async () => {
       const section = await laterSection('composition');
       return section && pathsOf(section);
@@ -87,6 +90,7 @@ const state = {
   sort: { key: null, descending: true },
   allColumns: false, allRows: false,
   compare: new Set(),
+  setRole: null,
   promptHead: null, promptSource: null, accountBy: 'kind',
   pathKinds: new Set(['Q', 'K', 'V']), pathLeast: null,
 };

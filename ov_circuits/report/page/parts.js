@@ -148,21 +148,21 @@ function scoreSelect(id, value, choose) {
 }
 
 /** Tokens as running text, each on the colour of its value. */
-function tokenStrip(tokens, values, { scale = null, answerAt = null, label, choose = null, chosen = null }) {
+function tokenStrip(tokens, values, { scale = null, answerAt = null, mark = answerAt, label, choose = null, chosen = null, from = 0 }) {
   const strip = h('ol.token-strip', { 'aria-label': label });
   tokens.forEach((token, position) => {
     const value = values ? values[position] : null;
     const tint = values && isNumber(value) ? scale.at(value) : null;
     const told = values ? `${tokenText(token)}, position ${position}: ${format(value, { sign: true })}` : `${tokenText(token)}, position ${position}`;
     const content = [tokenChip(token, { tint, title: '' }), h('span.visually-hidden', {}, ` ${told}`)];
-    strip.append(h(position === answerAt ? 'li.explained' : 'li', { data: { key: position } }, choose && position <= answerAt
+    strip.append(h(position === mark ? 'li.explained' : 'li', { data: { key: position } }, choose && position >= from && position <= answerAt
       ? h('button.token-button', { type: 'button', 'aria-pressed': String(position === chosen), onclick: () => choose(position) }, content) : content));
     if (token.includes('\n')) strip.append(h('li.break', { 'aria-hidden': 'true' }));
   });
   return tellOnHover(strip, (k) => [
     h('strong', {}, tokenChip(tokens[k])), h('span.soft', {}, ` position ${k}`),
     values ? h('div', {}, 'from this token ', h('b.num', {}, format(values[k], { sign: true }))) : null,
-    Number(k) === answerAt ? h('div.soft', {}, 'the next token after this one is explained') : null,
+    Number(k) === mark ? h('div.soft', {}, 'the next token after this one is explained') : null,
   ]);
 }
 

@@ -120,7 +120,7 @@ function accountTable() {
 
 function promptView() {
   const { prompt } = data;
-  const strip = h('div');
+  const strip = h('div.prompt-strip');
   const chosen = h('div');
   const explained = Boolean(prompt.components?.length && isNumber(prompt.total));
   const mapKey = () => (state.promptSource === null ? 'prompt_value' : BY_SOURCE);
@@ -176,6 +176,8 @@ function promptView() {
       values ? { choose: chooseSource, chosen: state.promptSource } : {}));
     if (focused) strip.querySelector('[aria-pressed="true"], button')?.focus();
   }
+  const ablation = prompt.ablation ? ablationPart() : null;
+  const received = prompt.value_weighted ? receivedPart() : null;
   const node = h('div.prompt', {},
     h('header', {}, h('h2', {}, 'The prompt'), question(prompt),
       h('p.facts', {}, `${prompt.tokens.length} tokens. `, prompt.bos_added ? 'A beginning-of-text token was put in front of the prompt; it is part of every number here.' : 'No token was added to the prompt.')),
@@ -183,12 +185,15 @@ function promptView() {
     explained ? h('div.prompt-columns', {},
       h('section', {}, h('h3', {}, 'The account'), h('p.lead', {}, ['Every part of the model that adds to the ', quantity(), ', through the final norm at its actual scale. This is the direct effect: what later layers would make up for is not in it.']), toggle, account),
       map ? h('section', {}, h('h3', {}, 'Heads'), mapLead, map.node, legendPlace, rankings) : null) : null,
-    h('section', {}, h('h3', {}, 'One head on this prompt'), h('div.field', {}, h('label', { for: 'prompt-head' }, 'Head'), headChoice), chosen));
+    ablation?.node,
+    h('section', {}, h('h3', {}, 'One head on this prompt'), h('div.field', {}, h('label', { for: 'prompt-head' }, 'Head'), headChoice), chosen), received?.node);
   function update() {
     drawMap();
     if (explained) drawAccount();
     drawStrip();
     drawHead();
+    ablation?.draw();
+    received?.draw();
     updateTray();
   }
   return { node, title: 'Prompt', update, focus: 'h2' };

@@ -16,7 +16,9 @@ function pageHeader() {
     h('div.masthead-line', {}, h('a.wordmark', { href: '#', data: { nav: 'atlas' } }, 'ov_circuits'),
       h('nav.views', { 'aria-label': 'Views' }, h('a', { href: '#', data: { nav: 'atlas' } }, 'Atlas'),
         data.holds('composition') ? h('a', { href: '#paths', data: { nav: 'paths' } }, 'Composition') : null,
-        data.prompt ? h('a', { href: '#prompt', data: { nav: 'prompt' } }, 'Prompt') : null),
+        data.prompt ? h('a', { href: '#prompt', data: { nav: 'prompt' } }, 'Prompt') : null,
+        data.holds('generation') ? h('a', { href: '#generation', data: { nav: 'generation' } }, 'Continuation') : null,
+        data.holds('prompt_set') ? h('a', { href: '#set', data: { nav: 'set' } }, 'Prompt set') : null),
       themeButton),
     h('h1', {}, meta.model),
     h('p.facts', {}, facts.map((fact, k) => [h('span', {}, k < facts.length - 1 ? `${fact}\u2002·` : fact), '\u2002'])),
@@ -76,6 +78,9 @@ function parseRoute(hash) {
     return match ? data.index(Number(match[1] ?? match[3]), Number(match[2] ?? match[4])) : null;
   };
   if (text === 'prompt' && data.prompt) return { name: 'prompt' };
+  if (text === 'set' && data.holds('prompt_set')) return { name: 'set' };
+  const step = /^generation(?:\/(\d+))?$/.exec(text);
+  if (step && data.holds('generation')) return { name: 'generation', step: Math.max(0, Number(step[1] ?? 1) - 1) };
   if (text === 'paths' && data.holds('composition')) return { name: 'paths', head: null };
   if (text.startsWith('paths/') && data.holds('composition') && one(text.slice(6)) !== null) return { name: 'paths', head: one(text.slice(6)) };
   if (text.startsWith('compare/')) return { name: 'compare', heads: text.slice(8).split(',').map(one).filter((i) => i !== null) };
@@ -106,6 +111,7 @@ function show(route) {
   state.route = route;
   view = {
     atlas: () => atlasView(), head: () => headView(route.head), prompt: () => promptView(), paths: () => pathsView(route.head), compare: () => compareView(route.heads),
+    set: () => setView(), generation: () => generationView(route.step),
   }[route.name]();
   main.replaceChildren(...[
     route.unknown ? h('p.message', { role: 'alert' }, `There is no head “${clip(route.unknown, 40)}” in this model; this is the atlas.`) : null, view.node,
