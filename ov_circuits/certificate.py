@@ -129,7 +129,7 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
         checks += [Check(name, None, None, None, f"no forward pass possible: {error}") for name in names]
         return Certificate(model.name, tuple(checks))
     checks += [_check_sum(trace), _check_one_token(trace), _check_pattern(trace), _check_ledger(trace)]
-    if trace.record.shard.group is not None:
+    if trace.record.shard.ranks is not None:
         checks.append(_check_ranks(trace))
     return Certificate(model.name, tuple(checks))
 
@@ -167,22 +167,22 @@ def _check_sum(trace: Trace) -> Check:
 
 def _check_ranks(trace: Trace) -> Check:
     """Tensor parallelism: each rank's z through the very block it runs with, summed over ranks, is the layer's output."""
-    shard, partials = trace.record.shard, []
+    shard, scale, partials = trace.record.shard, trace.model.architecture.residual_scale, []
 
     def error(index: int, layer: Layer) -> Tensor:
         record = trace.record.layers[index]
         z = rearrange(record.z.double(), "head pos d_head -> pos (head d_head)")
-        partial = z @ rank_facts(trace.model, index)["block"].double().cpu()
+        partial = z @ rank_facts(trace.model, index)["block"].double().cpu() * scale
         partials.append(float(partial.norm()))
-        return _relative(_with_bias(shard.sum(partial.clone()), layer.b_O), record.attention_output)
+        return _relative(_with_bias(shard.sum(partial), layer.b_O), record.attention_output)
 
     check = _worst("sum over ranks", trace, error, _OUTPUT_LIMIT)
     facts = rank_facts(trace.model, 0)
     first, last = facts["heads"]
     shape = list(facts["block"].shape)
     own = f"rank {facts['rank']}: heads {first} to {last}, W_O block {shape}, partial output of norm {partials[-1]:.4g}"
-    every: list[str] = [""] * torch.distributed.get_world_size(shard.group)
-    torch.distributed.all_gather_object(every, own, group=shard.group)
+    assert shard.ranks is not None
+    every = shard.ranks.gather_on_all(own)
     return replace(check, detail=f"{check.detail}; last layer: {'; '.join(every)}")
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ov_circuits import __version__
 from ov_circuits.errors import CircuitsError
+from ov_circuits.processes import is_first, launched
 from ov_circuits.terminal import (
     checkpoint_facts,
     cost_facts,
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from ov_circuits.model import Model
     from ov_circuits.trace.scan import Scan
 
+# What processes that torchrun starts do together; anything else each would do for itself, and write over the others.
+_TOGETHER = ("heads", "attribute", "verify")
 # The names of the model that comes with the package.
 _EMBEDDED = ("-", "embedded")
 
@@ -83,6 +86,14 @@ class _Commands(TyperGroup):
             raise typer.Exit
         return super().parse_args(ctx, args)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if launched() and name not in _TOGETHER:
+            raise CircuitsError(
+                f"{name} is the work of one process: start it without torchrun, which is for {', '.join(_TOGETHER)}"
+            )
+        return name, command, rest
+
     def invoke(self, ctx: Any) -> Any:
         _keep_libraries_quiet()
         try:
@@ -104,7 +115,7 @@ def _refusal(text: str) -> typer.Exit:
     """Says what is wrong, in one sentence."""
     from rich.text import Text
 
-    from ov_circuits.distributed import first_to_speak
+    from ov_circuits.processes import first_to_speak
 
     if first_to_speak():
         stderr().print(Text.assemble(("error: ", "bold red"), " ".join(text.splitlines())), soft_wrap=True)
@@ -427,8 +438,8 @@ def heads(
         names.append(score_of(sort))
     acts = names is None and sort is not None and score_of(sort) in BEHAVIOURS
     options: dict[str, Any] = {"nulls": nulls, "source": source, "resume": output, "keep": True}
-    with _table(output if distributed.is_first() else None, opened) as write:
-        if distributed.launched():
+    with _table(output, opened) as write:
+        if launched():
             if acts or any(name in BEHAVIOURS for name in names or ()):
                 raise CircuitsError("behaviours run the model in one process: ask for them without torchrun")
             scored = distributed.scoreboard(opened, chosen, **options)
@@ -662,7 +673,10 @@ def attribute(
     adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What every head adds to an answer's logit directly: an account that closes. Of one prompt, or the mean over many."""
+    """What every head adds to an answer's logit directly: an account that closes. Of one prompt, or the mean over many.
+
+    Under torchrun one prompt runs tensor-parallel.
+    """
     given = arguments or []
     if prompts is None:
         if answer is None or not given:
@@ -671,6 +685,8 @@ def attribute(
             raise CircuitsError("-n, --roles and --drop go with --prompts")
         _attribute_one(given, answer, against, ids, bos, top, output, revision, adapter, as_json)
     else:
+        if launched():
+            raise CircuitsError("--prompts is the work of one process: one prompt runs under torchrun")
         if answer is not None or against is not None or ids:
             raise CircuitsError(
                 "--answer, --against and --ids go with one prompt: the file of --prompts has its own answers"
@@ -702,10 +718,12 @@ def _attribute_one(
     assert chosen is not None
     with _table(output, opened) as write:
         note("running the prompt")
-        trace = opened.trace(_prompt(prompt, ids), bos=bos)
+        trace = _running(opened).trace(_prompt(prompt, ids), bos=bos)
         frame = trace.ledger(chosen, other)
         frame.attrs["tokens"] = list(trace.texts)
         write(frame)
+    if not is_first():
+        return
     if as_json:
         print(to_json(frame))
     else:
@@ -1112,14 +1130,19 @@ def verify(
     adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check on this very checkpoint that heads sum to the model's own attention. Exit code 1 when a check fails."""
+    """Check on this very checkpoint that heads sum to the model's own attention. Exit code 1 when a check fails.
+
+    Under torchrun the model runs tensor-parallel, and the ranks' partial outputs are checked too.
+    """
     from ov_circuits.certificate import verify as run_checks
 
     opened = _open(model, None, revision, adapter)
     text = None if prompt is None else _prompt(prompt, ids)
     note("running the model on a probe" if opened.can_run else "no prompt can be run: checking weights only")
-    certificate = run_checks(opened, text)
-    if as_json:
+    certificate = run_checks(_running(opened), text)
+    if not is_first():
+        pass
+    elif as_json:
         frame = certificate.frame()
         print_json({"model": certificate.model, "passed": certificate.passed, "checks": frame.to_dict("records")})
     else:
@@ -1158,6 +1181,15 @@ def _open(model: str | None, view: str | None, revision: str | None, adapter: Pa
     opened = load(name, view=view, revision=revision, adapter=adapter)
     _silence_loading_bars()
     return opened
+
+
+def _running(model: Model) -> Model:
+    """The model as its prompts run: under torchrun on all processes together, each with its share of the heads."""
+    if not launched():
+        return model
+    from ov_circuits.distributed import tensor_parallel
+
+    return tensor_parallel(model)
 
 
 def _model_and(what: str, arguments: Sequence[str]) -> tuple[str | None, str]:
@@ -1240,6 +1272,8 @@ def _layers(text: str | None, model: Model) -> list[int]:
 def _target(output: Path | None, model: Model) -> Iterator[Path | None]:
     """A temporary path that becomes ``output`` when all went well. Opened first: an unwritable place costs no work.
 
+    Of processes that work together the first one writes; that it can is known to all before they begin.
+
     Raises:
         CircuitsError: it cannot be written, or is one of the checkpoint's own files.
     """
@@ -1247,11 +1281,12 @@ def _target(output: Path | None, model: Model) -> Iterator[Path | None]:
         yield None
         return
     from ov_circuits.files import atomic_path
+    from ov_circuits.processes import together
 
     if os.path.realpath(output) in {os.path.realpath(file) for file in model.source.checkpoint.files()}:
         raise CircuitsError(f"cannot write {output}: it is a file of the checkpoint itself; choose another name")
-    with atomic_path(output) as temporary:
-        yield temporary
+    with ExitStack() as opened:
+        yield together(lambda: opened.enter_context(atomic_path(output)) if is_first() else None)
 
 
 @contextmanager

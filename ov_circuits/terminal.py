@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ov_circuits.errors import CircuitsError
+from ov_circuits.processes import is_first
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -624,7 +625,9 @@ def print_json(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """A word on what is going on, to standard error."""
+    """A word on what is going on, to standard error; of processes that work together, the first one's."""
+    if not is_first():
+        return
     stderr().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 

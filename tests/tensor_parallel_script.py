@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 import ov_circuits as ov
-from ov_circuits.trace.tensor_parallel import tensor_parallel
 
 folder, out, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 torch.set_num_threads(1)
-model = tensor_parallel(ov.load(folder))
+model = ov.distributed.tensor_parallel(ov.load(folder))
 trace = model.trace(tokens)
 account = trace.ledger(1, 2)
 into = trace.ledger_into(f"{model.n_layers - 1}.0", "V", source=1, answer=1, against=2)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
 from ov_circuits.linalg import pairwise
 from ov_circuits.linalg.pairwise import gram_root, pairwise_energy
+from ov_circuits.scores import composition as composition_module
 from ov_circuits.scores.composition import (
     KINDS,
     component_composition,
@@ -266,3 +269,48 @@ def test_subspace_overlap_is_that_of_the_projections(tiny_folder, reference, rea
     n, heads = model.n_layers * model.n_heads, model.n_heads
     pairs = n * (n - 1) // 2 if read == "O" else sum(a // heads < b // heads for a in range(n) for b in range(n))
     assert len(frame) == pairs
+
+
+# -- in bounded memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "room", [0, 3, 5, 8]
+)  # layers' sides: one at a time, one and one, two and one, four and one or two
+def test_layers_met_a_few_at_a_time_are_all_of_them(models_dir, monkeypatch, room, assert_close):
+    model = ov.load(models_dir / "stories260k")
+    a = model.architecture
+    assert a.n_layers * 2 > 8
+    whole, overlap, writers = compositions(model), subspace_overlap(model), subspace_overlap(model, read="O")
+    held, sides = [0], composition_module._sides
+
+    def watched(*args):
+        found, notes = sides(*args)
+        held[0] = max(held[0], sum(math.prod(side.factors.shape[:2]) for side in found))
+        return found, notes
+
+    monkeypatch.setattr(composition_module, "_sides", watched)
+    monkeypatch.setattr(composition_module, "FACTOR_BYTES", room * 4 * a.n_heads * a.d_head * a.d_model)
+    parts = compositions(model)
+    for kind in KINDS:
+        assert_close(parts[kind].matrix.nan_to_num(-1), whole[kind].matrix.nan_to_num(-1), 1e-6)
+        assert torch.equal(parts[kind].sender_concentration, whole[kind].sender_concentration)
+        assert torch.equal(parts[kind].receiver_concentration, whole[kind].receiver_concentration)
+    assert held[0] <= max(3, room // 2)
+    for found, right in ((subspace_overlap(model), overlap), (subspace_overlap(model, read="O"), writers)):
+        assert found[["writer", "reader"]].equals(right[["writer", "reader"]])
+        assert_close(torch.tensor(found["value"].to_numpy()), torch.tensor(right["value"].to_numpy()), 1e-6)
+
+
+def test_notes_on_broken_tensors_are_said_once_in_parts(models_dir, tmp_path, monkeypatch):
+    folder = tmp_path / "broken"
+    shutil.copytree(models_dir / "stories260k", folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.3.self_attn.v_proj.weight"][0, 0] = torch.nan
+    tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    whole = composition(ov.load(folder), "all").attrs["notes"]
+    monkeypatch.setattr(composition_module, "FACTOR_BYTES", 0)
+    assert composition(ov.load(folder), "all").attrs["notes"] == whole
+    assert sum("holds NaN" in note for note in whole) == 2

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from torchrun import torchrun
 
 import ov_circuits as ov
 from ov_circuits.errors import CircuitsError
 from ov_circuits.scores.pieces import pieces
 
 SCRIPT = Path(__file__).with_name("distributed_script.py")
-
-
-def torchrun(n: int, *command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", *command]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
-    return subprocess.run(start, capture_output=True, text=True, check=False, timeout=timeout, env=environment)
 
 
 def assert_equal(ours: pd.DataFrame, right: pd.DataFrame, tolerance: float = 1e-9) -> None:

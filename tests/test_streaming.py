@@ -227,8 +227,9 @@ def test_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
         folder = tmp_path / str(layers)
         folder.mkdir()
         write(folder, config("8B", layers) | dict(hidden_size=1024, num_attention_heads=16, vocab_size=2000))
-        # Large blocks go back to the system at once: what the allocator keeps for later is not what is asked about.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+        # One arena, and blocks go back to the system at once: what the allocator keeps for later is not what is asked about.
+        malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_TRIM_THRESHOLD_": "100000"}
+        environment = os.environ | malloc | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
         command = [sys.executable, "-c", PEAK, str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         before, after = json.loads(done.stdout)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import LowRank, Sandwich
+from ov_circuits.linalg.memory import give_back
 from ov_circuits.linalg.nulls import Null, eigenvalue_copying_null
 from ov_circuits.linalg.threads import side_by_side
 from ov_circuits.model import Head, Layer, Model
@@ -375,6 +376,8 @@ class Board:
                 ]
         if self._vocabulary is not None:
             frame = pd.concat([frame, self._vocabulary.of(piece.layer, piece.heads)], axis=1)
+        del found
+        give_back()
         return frame
 
     def frame(self, parts: Iterable[pd.DataFrame]) -> Scoreboard:

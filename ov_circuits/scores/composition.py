@@ -20,7 +20,7 @@ are one-sided (more than by chance); flags keep the expected share of false ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, get_args
@@ -55,6 +55,8 @@ FALSE_DISCOVERY_RATE = 0.05
 # How many senders, at least, meet later heads in one product: more would compute more pairs in the wrong order, fewer would
 # be slower a pair.
 _SENDERS = 32
+# Of the heads' factors, how much is held at a time: 8 GB is what all of an 8B model's take.
+FACTOR_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,7 @@ def composition(model: Model, kind: str = "K") -> pd.DataFrame:
 def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Composition]:
     """Composition of the given kinds as [sender, receiver] matrices; senders' products are shared by the kinds."""
     a = model.architecture
-    writes, reads, broken = _sides(
-        model, _LayerSides.writer, [partial(_LayerSides.reader, kind=kind) for kind in kinds]
-    )
-    energy = _pairwise(writes, reads, later_layers=True)
+    pairs = _pairs(model, _LayerSides.writer, [partial(_LayerSides.reader, kind=kind) for kind in kinds], True)
     layers = torch.arange(a.n_layers).repeat_interleave(a.n_heads)
     later = layers[:, None] < layers[None]
     return {
@@ -166,12 +165,12 @@ def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Comp
             view=model.view,
             labels=model.head_labels,
             layers=layers,
-            matrix=torch.where(later, energy[i].sqrt(), torch.nan),
-            sender_concentration=writes.norms.flatten().square(),
-            receiver_concentration=reads.norms[:, i].flatten().square(),
+            matrix=torch.where(later, pairs.energy[i].sqrt(), torch.nan),
+            sender_concentration=pairs.sent.square(),
+            receiver_concentration=pairs.read[i].square(),
             d_model=a.d_model,
             d_head=a.d_head,
-            notes=_notes(model, kind) + broken,
+            notes=_notes(model, kind) + pairs.notes,
         )
         for i, kind in enumerate(kinds)
     }
@@ -279,12 +278,12 @@ def subspace_overlap(model: Model, write: str = "O", read: str = "Q") -> pd.Data
         raise CircuitsError(f"there is no overlap of {write!r} with {read!r}: write is 'O', read one of Q, K, V, O")
     a = model.architecture
     spaces = [partial(_LayerSides.space, role=role) for role in (write, read)]
-    left, right, broken = _sides(model, spaces[0], spaces[1:])
-    (overlap,) = _pairwise(left, right, later_layers=read != "O")
+    pairs = _pairs(model, spaces[0], spaces[1:], later_layers=read != "O")
+    (overlap,) = pairs.energy
     heads = torch.arange(overlap.shape[0])
     order = heads if read == "O" else heads // a.n_heads  # each pair of writers once; readers in later layers
     rows, columns = (order[:, None] < order[None]).nonzero(as_tuple=True)
-    p, q = (side.norms.flatten().square().round()[index] for side, index in ((left, rows), (right, columns)))
+    p, q = (norms.square().round()[index] for norms, index in ((pairs.sent, rows), (pairs.read[0], columns)))
     value, null = overlap[rows, columns], subspace_null(p, q, a.d_model)
     tail = null.gamma_tail(value)
     names = np.array(model.head_labels)
@@ -300,7 +299,7 @@ def subspace_overlap(model: Model, write: str = "O", read: str = "Q") -> pd.Data
             "flag": benjamini_hochberg(tail, FALSE_DISCOVERY_RATE).numpy(),
         }
     )
-    frame.attrs = {"model": model.name, "view": model.view, "write": write, "read": read, "notes": broken}
+    frame.attrs = {"model": model.name, "view": model.view, "write": write, "read": read, "notes": pairs.notes}
     return frame
 
 
@@ -399,26 +398,24 @@ def space_basis(layer: Layer, role: str) -> Float[Tensor, "head r d_model"]:
 
 
 def _sides(
-    model: Model, write: Callable[[_LayerSides], _Sides], reads: Sequence[Callable[[_LayerSides], _Sides]]
-) -> tuple[_Sides, _Sides, list[str]]:
-    """Senders [layer, head, ..] and receivers [layer, kind, head, ..] in one pass over the layers; notes on broken tensors."""
+    model: Model, groups: Sequence[Sequence[Callable[[_LayerSides], _Sides]]], layers: range
+) -> tuple[list[_Sides], dict[int, list[str]]]:
+    """Sides of some layers' heads, [layer, side, head, ..] for each group of sides, and notes on broken tensors by layer."""
     a = model.architecture
-    left = _empty_sides(a.n_layers, a.n_heads, a.d_head, a.d_model)
-    right = _empty_sides(a.n_layers, len(reads), a.n_heads, a.d_head, a.d_model)
+    found = [_empty_sides(len(layers), len(group), a.n_heads, a.d_head, a.d_model) for group in groups]
 
     def work(i: int) -> list[str]:
-        layer = model.layer(i)
+        layer = model.layer(layers[i])
         sides = _LayerSides(layer)
-        sent = write(sides)
-        left.factors[i], left.norms[i] = sent.factors, sent.norms
-        for j, read in enumerate(reads):
-            received = read(sides)
-            right.factors[i, j], right.norms[i, j] = received.factors, received.norms
-        sound = left.norms[i].isfinite().all() and right.norms[i].isfinite().all()
+        for into, group in zip(found, groups, strict=True):
+            for j, side in enumerate(group):
+                made = side(sides)
+                into.factors[i, j], into.norms[i, j] = made.factors, made.norms
+        sound = all(bool(into.norms[i].isfinite().all()) for into in found)
         return [] if sound else broken_tensors(model, layer)
 
-    notes = side_by_side(work, range(a.n_layers))
-    return left, right, [note for of_layer in notes for note in of_layer]
+    notes = list(side_by_side(work, range(len(layers))))
+    return found, dict(zip(layers, notes, strict=True))
 
 
 def _empty_sides(*shape: int) -> _Sides:
@@ -442,32 +439,91 @@ def broken_tensors(model: Model, layer: Layer) -> list[str]:
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def _pairwise(left: _Sides, right: _Sides, later_layers: bool) -> Float[Tensor, "kind sender receiver"]:
+@dataclass(frozen=True)
+class _Pairs:
+    """All heads against all.
+
+    Attributes:
+        energy: [kind, sender, receiver], float64; zero or anything where the receiver had to be in a later layer and is not.
+        sent: the senders' norms, flat.
+        read: the receivers', [kind, receiver].
+        notes: on broken tensors.
+    """
+
+    energy: Tensor
+    sent: Tensor
+    read: Tensor
+    notes: list[str]
+
+
+def _pairs(
+    model: Model,
+    write: Callable[[_LayerSides], _Sides],
+    reads: Sequence[Callable[[_LayerSides], _Sides]],
+    later_layers: bool,
+) -> _Pairs:
     """Energies of all pairs, or at least of those with the receiver in a later layer (few others are computed then).
 
-    Args:
-        left: senders, [layer, head, ..].
-        right: receivers, [layer, kind, head, ..].
-        later_layers: whether a receiver must be in a later layer.
+    All factors are held at a time where they fit into :data:`FACTOR_BYTES`. Where not, some layers' senders meet some layers'
+    receivers after the other, which are made anew for each.
     """
-    n_layers, kinds, n_heads = right.norms.shape
-    senders, receivers = slice(0, n_layers), slice(0, n_layers)
-    step = n_layers
+    a, kinds = model.architecture, len(reads)
+    energy = torch.zeros(a.n_layers, a.n_heads, a.n_layers, kinds, a.n_heads, dtype=torch.float64)
+    sent = torch.empty(a.n_layers, a.n_heads, dtype=torch.float64)
+    read = torch.empty(a.n_layers, kinds, a.n_heads, dtype=torch.float64)
+    notes: dict[int, list[str]] = {}
+
+    def meet(left: _Sides, senders: range, right: _Sides, receivers: range) -> None:
+        sent[senders.start : senders.stop], read[receivers.start : receivers.stop] = left.norms[:, 0], right.norms
+        _meet(energy, left, senders, right, receivers, later_layers)
+
+    room = FACTOR_BYTES // (4 * a.n_heads * a.d_head * a.d_model)
+    everything = range(a.n_layers)
+    if a.n_layers * (1 + kinds) <= room:
+        (left, right), notes = _sides(model, [[write], reads], everything)
+        meet(left, everything, right, everything)
+    else:
+        for senders in _cut(everything, max(1, room // 2)):
+            (left,), of_senders = _sides(model, [[write]], senders)
+            notes |= {layer: found for layer, found in of_senders.items() if found}
+            first = senders.start if later_layers else 0  # the first senders meet all: every receiver is looked at once
+            for receivers in _cut(range(first, a.n_layers), max(1, room // 2 // kinds)):
+                (right,), of_receivers = _sides(model, [reads], receivers)
+                notes |= {layer: found for layer, found in of_receivers.items() if found}
+                meet(left, senders, right, receivers)
+    return _Pairs(
+        rearrange(energy, "s i r kind j -> kind (s i) (r j)"),
+        sent.flatten(),
+        rearrange(read, "r kind j -> kind (r j)"),
+        [note for layer in sorted(notes) for note in notes[layer]],
+    )
+
+
+def _cut(layers: range, size: int) -> Iterator[range]:
+    return (layers[start : start + size] for start in range(0, len(layers), size))
+
+
+def _meet(energy: Tensor, left: _Sides, senders: range, right: _Sides, receivers: range, later_layers: bool) -> None:
+    """Some layers' senders [layer, 1, head, ..] and some layers' receivers [layer, kind, head, ..], into ``energy``."""
+    _, kinds, n_heads = right.norms.shape
     if later_layers:  # the last layer has no receivers, the first no senders
-        senders, receivers = slice(0, n_layers - 1), slice(1, n_layers)
-        step = -(-_SENDERS // n_heads)
-    sent, read = left[senders].flatten(2), right[receivers].flatten(3)
-    wanted = [
-        (slice(layer * n_heads, (layer + step) * n_heads), slice(layer * kinds * n_heads, None))
-        for layer in range(0, senders.stop, step)
-    ]
-    energy = left.norms.new_zeros(n_layers, n_heads, n_layers, kinds, n_heads)
-    energy[senders, :, receivers] = (
+        end, start = min(senders.stop, receivers.stop - 1), max(receivers.start, senders.start + 1)
+        if senders.start >= end:
+            return
+        left, senders = left[: end - senders.start], range(senders.start, end)
+        right, receivers = right[start - receivers.start :], range(start, receivers.stop)
+    step = -(-_SENDERS // n_heads) if later_layers else len(senders)
+    wanted = []
+    for layer in senders[::step]:
+        first = max(0, layer + 1 - receivers.start) if later_layers else 0
+        at = layer - senders.start
+        wanted.append((slice(at * n_heads, (at + step) * n_heads), slice(first * kinds * n_heads, None)))
+    sent, read = left.flatten(3), right.flatten(3)
+    energy[senders.start : senders.stop, :, receivers.start : receivers.stop] = (
         pairwise_energy(sent.factors, read.factors, wanted, (sent.norms, read.norms))
         .unflatten(0, (-1, n_heads))
         .unflatten(2, (-1, kinds, n_heads))
     )
-    return rearrange(energy, "s i r kind j -> kind (s i) (r j)")
 
 
 def _receivers(model: Model, sender: Head, receiver: str | None) -> list[Head]:

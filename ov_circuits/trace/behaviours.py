@@ -373,7 +373,7 @@ class _Tally:
     def gather(self, shard: Shard) -> None:
         """Add what other ranks found of their heads; every rank must call this."""
         for tensor in (self.value, self.weight, self.null, self.variance):
-            shard.sum(tensor)
+            tensor.copy_(shard.sum(tensor))
 
     @property
     def mean(self) -> Float[Tensor, "layer head"]:

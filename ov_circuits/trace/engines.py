@@ -30,6 +30,7 @@ from ov_circuits.linalg.products import FastLinears
 from ov_circuits.trace.shards import Shard
 
 if TYPE_CHECKING:
+    from ov_circuits.checkpoint.stores import TensorStore
     from ov_circuits.model import Model, Source
 
 
@@ -433,7 +434,7 @@ def build(source: Source, **distribution: Any) -> Any:
     Raises:
         CircuitsError: transformers cannot build it from this config.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     checkpoint = source.checkpoint
     if checkpoint.config.get("quantization_config") is not None:
@@ -441,12 +442,9 @@ def build(source: Source, **distribution: Any) -> Any:
             f"the config of {checkpoint.where} has a quantization_config, but its weights are plain floating-point numbers: "
             "take the key out of config.json to run it; weight-only commands work"
         )
-    tensors = {name: checkpoint.store.read(name) for name in checkpoint.store.names()}
+    config = config_of(source)
+    tensors = {name: _Stored(checkpoint.store, name) for name in checkpoint.store.names()}
     with _quiet(), _blame_config(checkpoint.where):
-        # transformers writes into the settings that it is given.
-        settings = copy.deepcopy(checkpoint.config) | {"model_type": model_type_of(checkpoint.config, checkpoint.where)}
-        config = AutoConfig.for_model(**settings)
-        _compare(config, source)
         network = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
             None,
             config=config,
@@ -457,8 +455,47 @@ def build(source: Source, **distribution: Any) -> Any:
         )
         network.eval()
         with torch.no_grad():
-            network(torch.tensor([[0]]))  # some settings that make no sense are found out by running only
+            network(
+                torch.tensor([[0]], device=_device(network))
+            )  # some settings that make no sense are found out by running only
     return network
+
+
+def config_of(source: Source) -> Any:
+    """transformers' config of a checkpoint.
+
+    Raises:
+        CircuitsError: transformers does not take it, or reads other numbers out of it than this package.
+    """
+    from transformers import AutoConfig
+
+    checkpoint = source.checkpoint
+    with _quiet(), _blame_config(checkpoint.where):
+        # transformers writes into the settings that it is given.
+        settings = copy.deepcopy(checkpoint.config) | {"model_type": model_type_of(checkpoint.config, checkpoint.where)}
+        config = AutoConfig.for_model(**settings)
+        _compare(config, source)
+    return config
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the checkpoint as transformers takes one of a file: read when it is its turn, and only the asked-for part.
+
+    A tensor-parallel rank asks for its own rows or columns.
+    """
+
+    store: TensorStore
+    name: str
+
+    def get_shape(self) -> list[int]:
+        return list(self.store.shape(self.name))
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self.store.read(self.name, () if part is ... else part)
 
 
 @contextmanager

@@ -8,12 +8,15 @@ outputs. So a rank works out its own heads' contributions, and only numbers are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
+
+if TYPE_CHECKING:
+    from ov_circuits.processes import Ranks
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,13 @@ class Shard:
         first: the first head held here.
         held: how many.
         total: how many a layer has.
-        group: the torch.distributed process group that holds the others; None when there are none.
+        ranks: the processes that hold the others; None when there are none.
     """
 
     first: int
     held: int
     total: int
-    group: Any = None
+    ranks: Ranks | None = None
 
     @classmethod
     def whole_layer(cls, n_heads: int) -> Shard:
@@ -57,7 +60,7 @@ class Shard:
 
     def gather(self, own: Tensor, dim: int = 0) -> Tensor:
         """All heads' numbers on every rank, from each rank's own along ``dim``. Every rank must call this."""
-        if self.group is None:
+        if self.ranks is None:
             return own
         shape = list(own.shape)
         shape[dim] = self.total
@@ -67,6 +70,4 @@ class Shard:
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum over ranks, on every rank. Every rank must call this."""
-        if self.group is not None:
-            torch.distributed.all_reduce(own, group=self.group)
-        return own
+        return own if self.ranks is None else self.ranks.sum(own)

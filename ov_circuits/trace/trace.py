@@ -181,7 +181,7 @@ class Trace:
         from safetensors.torch import save_file
 
         r = self.record
-        if r.shard.group is not None:
+        if r.shard.ranks is not None:
             raise CircuitsError("a tensor-parallel trace is spread over ranks and not saved: save frames made from it")
         tensors = {
             f"layers.{i}.{name}": getattr(layer, name) for i, layer in enumerate(r.layers) for name in LAYER_FIELDS

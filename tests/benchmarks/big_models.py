@@ -123,11 +123,14 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     print(json.dumps(found), flush=True)
-    compare(options.shape, settings, found)
+    compare(options.shape, settings, found, options.threads)
 
 
-def compare(shape: str, measured: dict[str, Any], found: dict[str, Any]) -> None:
-    """What was measured and its extrapolation to all layers, beside the plan's prediction of both."""
+def compare(shape: str, measured: dict[str, Any], found: dict[str, Any], threads: int) -> None:
+    """What was measured and its extrapolation to all layers, beside the plan's prediction of both.
+
+    The measured memory includes what the C library's allocator keeps for later, which the plan does not know.
+    """
     from ov_circuits.checkpoint.families import family_of
     from ov_circuits.scores.plan import Plan, machine_rate
 
@@ -147,7 +150,7 @@ def compare(shape: str, measured: dict[str, Any], found: dict[str, Any]) -> None
         (
             "GB above the imports",
             (found["megabytes"] - found["imports_megabytes"]) / 1e3,
-            plans[0].bytes(1)["peak"] / 1e9,
+            plans[0].bytes(threads)["peak"] / 1e9,
         ),
     ):
         print(f"{name:24} {ours:9.3g} {planned:9.3g}")

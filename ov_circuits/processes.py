@@ -1,0 +1,166 @@
+"""Several processes as one: who is first, what all do together, and what one of them says for all.
+
+The processes are those that torchrun starts, or that a script has joined in a torch.distributed group. Nothing here knows of
+models: :mod:`ov_circuits.distributed` shares weights' scores among processes, :mod:`ov_circuits.trace.tensor_parallel` prompts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ov_circuits.errors import CircuitsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# A rank that has finished waits for the slowest one. Of one that has died the connection breaks at once.
+_PATIENCE = timedelta(days=7)
+
+Result = TypeVar("Result")
+
+
+def launched() -> bool:
+    """Whether torchrun has started this process together with others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
+def first_to_speak() -> bool:
+    """Whether no other process started with this one has said yet what is wrong: then this one should."""
+    if not launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+        return store.add(f"ov_circuits/refused/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
+    except (KeyError, RuntimeError):  # torchrun itself is gone
+        return True
+
+
+class Ranks:
+    """A group of processes and what they do together. A failure of one is everyone's, in the same words."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._device = torch.device("cpu")
+        if dist.get_backend(group) == "nccl":  # which moves nothing that is not on a GPU
+            self._device = torch.device("cuda", torch.cuda.current_device())
+
+    def all_do(self, work: Callable[[], Result]) -> Result:
+        """``work()`` on every rank.
+
+        Raises:
+            CircuitsError: on every rank, what the first of them could not do.
+        """
+        done: list[Result] = []
+        problem = None
+        try:
+            done.append(work())
+        except CircuitsError as error:
+            problem = str(error)
+        problem = next((text for text in self.gather_on_all(problem) if text is not None), None)
+        if problem is not None:
+            raise CircuitsError(problem)
+        return done[0]
+
+    def gather_on_all(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.size
+        with _lost():
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def gather_on_first(self, value: Any) -> list[Any] | None:
+        """Every rank's value, on the first rank."""
+        import torch.distributed as dist
+
+        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with _lost():
+            dist.gather_object(value, gathered, dst=self._of(0), group=self.group)
+        return gathered
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, on every rank."""
+        import torch.distributed as dist
+
+        total = tensor.clone().to(self._device)
+        with _lost():
+            dist.all_reduce(total, group=self.group)
+        return total.to(tensor.device)
+
+    def _of(self, rank: int) -> int:
+        """The rank among all processes of a rank of the group."""
+        import torch.distributed as dist
+
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """Says in a sentence that another process has gone."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError among them
+        raise CircuitsError(
+            f"another process of the group ended before the results were gathered; its own message says why "
+            f"({str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
+    """The processes of a group or mesh, or of the default group, which is made where there is none.
+
+    Raises:
+        CircuitsError: a mesh of several dimensions, or no group and none that can be made.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise CircuitsError(
+                f"a mesh of {group.ndim} dimensions does not say which ranks share the heads: give one of them, mesh[name]"
+            )
+        group = group.get_group()
+    if group is None and not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise CircuitsError(
+                "there is no process group: start the script with torchrun, or call torch.distributed.init_process_group "
+                "first"
+            )
+        # gloo for what is on CPUs; transformers distributes a model over GPUs where there are some.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
+        atexit.register(_leave)  # not sooner: a group that is made anew finds the addresses of the one before
+    return Ranks(group)
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """``work()``, and under torchrun on every process: if one of them cannot do it, all say so."""
+    return ranks_of(None).all_do(work) if launched() else work()
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
