@@ -80,7 +80,7 @@ def test_every_file_is_in_the_manifest_with_its_hash(bundle, stories260k):
     assert manifest["files"] == {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
     weights = hashlib.sha256((stories260k / "model.safetensors").read_bytes()).hexdigest()
     assert manifest["checkpoint"]["model.safetensors"] == weights
-    assert manifest["view"] == "folded" and manifest["seeds"] == {"nulls": 0}
+    assert manifest["view"] == "folded" and manifest["seeds"] == {"nulls": 0, "probes": list(range(8))}
     assert manifest["versions"]["ov_circuits"] == ov.__version__ and "torch" in manifest["versions"]
     assert manifest["prompt"]["quantity"] == "logit difference ' little' - ' big'"
     assert str(stories260k.parent) not in (folder / "manifest.json").read_text("utf-8")
@@ -119,7 +119,9 @@ def test_a_card_stands_alone(bundle, story):
     )
     first = ov.strongest_token_pairs(model, head, 1).iloc[0]
     assert card["pairs"]["positive"][0] == [first["source"], first["output"], pytest.approx(first["value"], rel=1e-4)]
-    assert card["evidence"].startswith("Its eigenvalues over the vocabulary")
+    assert card["evidence"].startswith("On probe prompts it attends mostly to the token before")
+    assert "Its eigenvalues over the vocabulary" in card["evidence"]
+    assert {row["kind"] for row in card["text"]["examples"]} == {"strongest", "most negative", "decile"}
 
 
 @needs_browser

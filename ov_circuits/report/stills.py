@@ -82,6 +82,9 @@ def _by_kaleido(figures: dict[str, go.Figure]) -> dict[str, bytes]:
     drawn = {}
     for name, figure in figures.items():
         size = {"width": figure.layout.width or 900, "height": figure.layout.height or 480}
+        figure = type(figure)(figure)
+        for k, trace in enumerate(figure.data):
+            trace.uid = f"-{k}"  # plotly would choose one at random
         try:
             svg = figure.to_image(format="svg", **size)
             drawn[f"{name}.png"] = figure.to_image(format="png", scale=_SCALE, **size)
