@@ -10,8 +10,8 @@ transformers, which knows nothing of our split) and four identities must hold:
 3. query-key pattern: the softmax of our own ``x W_Q (x W_K)^T`` is the model's attention pattern, with all that stands between
    them: norms of queries and keys, rotary positions (whole or in part, neighbours or halves, rescaled), alibi, softcap, windows.
    Finds wrong Q or K layouts and permuted rotary rows, which leave OV right.
-4. ledger: the direct-logit account of the two likeliest next tokens sums to the model's own logit difference. Finds a wrong final
-   norm, unembedding or embedding.
+4. ledger: the direct-logit account of the two likeliest next tokens sums to the model's own logit difference, and what enters the
+   stream is W_E's rows. Finds a wrong final norm, unembedding or embedding, or a factor that one of them lacks.
 
 And, from the weights alone: low-rank spectra against the dense matrices of sampled heads.
 """
@@ -225,8 +225,12 @@ def _check_ledger(trace: Trace) -> Check:
     top = trace.logits[-1].topk(min(2, trace.logits.shape[-1])).indices.tolist()
     frame = trace.ledger(*top)
     scale = max(float(trace.logits[-1].abs().max()), 1e-12)
-    value = abs(frame.attrs["residual"]) / scale
     detail = f"{frame.attrs['quantity']}: {frame.attrs['logit']:.6g}, account {frame.attrs['total']:.6g}"
+    # The account takes the embedding from the run: that it is the checkpoint's W_E is compared by itself.
+    embedding = float(_relative(trace.model.embedding[list(trace.tokens)].double(), trace.record.embedding))
+    value = max(abs(frame.attrs["residual"]) / scale, embedding)
+    if not embedding <= _LEDGER_LIMIT:
+        detail = f"what enters the stream is not W_E's rows, but {embedding:.2g} of their size away from them"
     return Check("ledger", value <= _LEDGER_LIMIT, value, _LEDGER_LIMIT, detail)
 
 

@@ -616,7 +616,7 @@ def rotary(**changes: Any):
 
 FORGOTTEN = {
     "gains are 1 + w": ("gemma", forgetting(norm_gain="stored"), {"ledger"}),
-    "sqrt(d_model) on embeddings": ("gemma", forgetting(embed_scale=1.0), set()),  # the run's own embedding is in the ledger
+    "sqrt(d_model) on embeddings": ("gemma", forgetting(embed_scale=1.0), {"ledger"}),
     "residual multiplier": ("granite", forgetting(residual_scale=1.0), {"ledger"}),
     "attention multiplier": ("granite", forgetting(score_multiplier=None), {"query-key pattern"}),
     "logits scaling": ("granite", forgetting(logit_scale=1.0), {"ledger"}),
@@ -642,15 +642,12 @@ FORGOTTEN = {
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_what_is_forgotten_is_caught(opened, monkeypatch, what):
     variant, change, caught = FORGOTTEN[what]
-    network, right = opened(variant)
+    network, _ = opened(variant)
     if what == "those over a head, not all":  # the stored gain has the shape of one over all heads
         monkeypatch.setattr("ov_circuits.checkpoint.norms.qk_norm_shapes", lambda name, a, layer, heads: [
             (name.format(layer=layer), (heads * a.d_head,))])  # fmt: skip
     change(monkeypatch)
-    model = ov.load(network, view="raw")
-    assert failed(model) >= caught
-    if not caught:
-        assert relative_error(model.W_E, right.W_E) > PLAINLY_WRONG
+    assert failed(ov.load(network, view="raw")) >= caught
 
 
 def test_positions_of_opt_start_at_row_2(opened):
