@@ -358,7 +358,8 @@ def test_a_failure_half_way_leaves_what_was_there(tiny_folders, tmp_path, comman
     assert result.exit_code == 2, result.output
     assert "h.1.attn.c_proj.weight" in result.stderr
     assert output.read_text() == "what was there"
-    assert sorted(tmp_path.iterdir()) == before
+    # Of a scoreboard, layers that were finished lie beside the target, for the run after the file is mended.
+    assert [path for path in sorted(tmp_path.iterdir()) if path.name != f".{output.name}.parts"] == before
 
 
 def test_an_interruption_leaves_nothing(tiny_gpt2_char, tmp_path, monkeypatch):

@@ -256,7 +256,7 @@ def test_an_account_into_a_value_sums_to_the_heads_entry_in_the_ledger(running_f
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda t: t.ledger({}), "empty weighting"),
+    (lambda t: t.ledger({}), "at least one word"),
     (lambda t: t.ledger({3: 1.0}, 4), "goes with one word"),
     (lambda t: t.ledger(torch.ones(3)), r"real tensor \[64\]"),
     (lambda t: t.ledger(torch.full((64,), float("nan"))), "NaN"),
