@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ov_circuits.linalg.products import times_transpose
+
 # Of a block in float32. Large enough that its products run at full speed, small beside everything else that is held.
 BLOCK_BYTES = 16 * 2**20
 
@@ -92,7 +94,7 @@ class Rows:
             return (self @ small.unsqueeze(-1)).squeeze(-1)
         product = small.new_empty(*small.shape[:-2], len(self), small.shape[-1])
         for rows, block in self.blocks():
-            product[..., rows, :] = block.to(small) @ small
+            product[..., rows, :] = times_transpose(small.mT, block.to(small)).mT
         return product
 
 
@@ -112,5 +114,5 @@ class Columns:
             return (small.unsqueeze(0) @ self).squeeze(0)
         product = small.new_empty(*small.shape[:-1], len(self.mT))
         for columns, block in self.mT.blocks():
-            product[..., columns] = small @ block.to(small).mT
+            product[..., columns] = times_transpose(small, block.to(small))
         return product

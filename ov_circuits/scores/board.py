@@ -94,7 +94,7 @@ class Score:
 def _residual_copying_null(circuits: LayerCircuits, seed: int) -> Null:
     """Of eigenvalue copying in residual space; the smaller the head, the more draws its denominator needs."""
     S = circuits.ov.singular_values
-    return eigenvalue_copying_null(S, circuits.weights.W_O.shape[-1], samples=max(2, 256 // S.shape[-1]), seed=seed)
+    return eigenvalue_copying_null(S, circuits.weights.W_O.shape[-1], samples=max(2, 128 // S.shape[-1]), seed=seed)
 
 
 _ELHAGE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"

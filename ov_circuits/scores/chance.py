@@ -84,9 +84,9 @@ class _Frames:
     cross: Tensor
 
     def spectrum(self, singular_values: Tensor) -> Spectrum:
-        """Of U diag(S) V^T seen through these frames, for S [..., r]."""
+        """Of U diag(S) V^T seen through these frames, for S [..., r]; eigenvalues in float32, which is plenty for a draw."""
         S = singular_values.unsqueeze(-1)
-        return Spectrum(core=self.read @ (S * self.write.mT), cross=S * self.cross)
+        return Spectrum(core=self.read @ (S * self.write.mT), cross=(S * self.cross).float())
 
 
 class Draws:

@@ -94,8 +94,8 @@ def token_ends(
     """What singular pairs read and write: the strongest tokens at both ends, the signs of pairs as of :func:`directions`."""
     read = _project(model.embedding, U.float())
     write = _project(model.unembedding, V.float())
-    flipped = read.amax(0) < -read.amin(0)
-    sign = torch.where(flipped, -1.0, 1.0)
+    flipped = read.amax(-1) < -read.amin(-1)
+    sign = torch.where(flipped, -1.0, 1.0).unsqueeze(-1)
     return _ends(read * sign, tokens), _ends(write * sign, tokens)
 
 
@@ -107,17 +107,15 @@ def separable(singular_values: Float[Tensor, "*head k"]) -> Bool[Tensor, "*head 
 
 
 def _project(vocabulary: Rows, vectors: Tensor) -> Tensor:
-    """[n_vocab, d_model] and [head, d_model, k] -> [n_vocab, head, k], as one product."""
+    """[n_vocab, d_model] and [head, d_model, k] -> [head, k, n_vocab], as one product."""
     heads, _, k = vectors.shape
-    flat = vectors.transpose(0, 1).reshape(vectors.shape[1], heads * k)
-    return (vocabulary @ flat).unflatten(-1, (heads, k))
+    return (vectors.mT.flatten(0, 1) @ vocabulary.mT).unflatten(0, (heads, k))
 
 
 def _ends(projections: Tensor, n: int) -> Ends:
-    """[n_vocab, head, k] -> the ``n`` strongest tokens at both ends, along the vocabulary."""
-    by_direction = projections.movedim(0, -1).contiguous()
-    n = min(n, by_direction.shape[-1])
-    plus, minus = by_direction.topk(n, largest=True), by_direction.topk(n, largest=False)
+    """[head, k, n_vocab] -> the ``n`` strongest tokens at both ends."""
+    n = min(n, projections.shape[-1])
+    plus, minus = projections.topk(n, largest=True), projections.topk(n, largest=False)
     return Ends(plus.indices, plus.values, minus.indices, minus.values)
 
 
