@@ -1,13 +1,17 @@
-"""Large float32 products by oneDNN: the same numbers as float64, and every linear layer of a running model among them."""
+"""Products by oneDNN and numpy: the same numbers as float64, every linear layer of a running model among them, no more threads."""
 
 from __future__ import annotations
 
+import threading
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from ov_circuits.linalg import products
-from ov_circuits.linalg.products import FastLinears, times_transpose
+from ov_circuits.linalg.products import FastLinears, many_products, row_gram, times_transpose
+from ov_circuits.linalg.threads import numpy_threads, side_by_side
 
 
 def random(*shape, seed=0):
@@ -52,6 +56,72 @@ def test_products_with_a_transpose(assert_close):
     with torch.no_grad():
         assert_close(times_transpose(x, y), x.double() @ y.double().mT, 1e-6)
     assert torch.equal(times_transpose(x.double(), y.double()), x.double() @ y.double().mT)
+
+
+LAYOUTS = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.mT.contiguous().mT,
+    "neither": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+    "one matrix": lambda x: x[0],
+    "shared": lambda x: x[:1].expand(3, -1, -1),
+    "with gradient": lambda x: x.clone().requires_grad_(),
+    "bfloat16": lambda x: x.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gram_matrices_of_any_layout(layout, dtype, assert_close):
+    x = LAYOUTS[layout](random(3, 20, 300).to(dtype))
+    ours, right = row_gram(x), x.double() @ x.double().mT
+    assert ours.dtype == x.dtype and ours.shape == right.shape
+    assert_close(ours.detach(), right.detach(), 1e-2 if x.dtype == torch.bfloat16 else 1e-6)
+    if layout not in ("with gradient", "bfloat16"):
+        assert torch.equal(ours, ours.mT)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "neither", "shared"])
+def test_many_small_products(layout, assert_close):
+    x, y = LAYOUTS[layout](random(3, 20, 40)), LAYOUTS[layout](random(3, 40, 30, seed=1))
+    out = torch.empty(4, 20, 30)[1:]
+    assert many_products(x, y, out) is out
+    assert_close(out, x.double() @ y.double(), 1e-6)
+
+
+def blas_threads():
+    from threadpoolctl import threadpool_info
+
+    return [
+        pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas" and "numpy" in pool["filepath"]
+    ]
+
+
+def test_numpy_takes_no_more_threads_than_it_is_told_and_gets_its_own_back(monkeypatch):
+    if not blas_threads():
+        pytest.skip("numpy's BLAS is not one whose threads can be told")
+    with numpy_threads(2):  # whatever it was before
+        pass
+    before = blas_threads()
+    seen, inside, over = [], threading.Event(), threading.Event()
+
+    def other():
+        with numpy_threads(1):
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    with numpy_threads(2):  # beside another block: its number stays
+        seen.append(blas_threads())
+    seen.append(blas_threads())  # the other one is still in its block
+    over.set()
+    thread.join()
+    assert seen == [[1] * len(before)] * 2
+    assert list(side_by_side(lambda _: blas_threads(), range(2))) == [[1] * len(before)] * 2
+    with pytest.raises(ValueError, match="matmul"), numpy_threads(1):
+        np.matmul(np.ones((2, 3)), np.ones((2, 3)))
+    assert blas_threads() == before
 
 
 def test_a_running_model_uses_it(stories260k, taken, monkeypatch, assert_close):

@@ -23,6 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ov_circuits.linalg.products import row_gram
 from ov_circuits.linalg.rows import Columns, Rows
 
 
@@ -192,7 +193,7 @@ class LowRank(Spectrum):
     def root_left(self) -> Tensor:
         """R_A [..., r', r] with R_A^T R_A = A^T A, float64."""
         A = self._distinct(self.left).double()
-        return self._repeated(_root(A.mT @ A, lambda: A, A.shape[-2]))
+        return self._repeated(_root(row_gram(A.mT), lambda: A, A.shape[-2]))
 
     def _distinct(self, repeated: Tensor) -> Tensor:
         return repeated[:: self._repeats] if self._repeats > 1 else repeated
@@ -204,7 +205,7 @@ class LowRank(Spectrum):
     def root_right(self) -> Tensor:
         """R_B [..., r', r] with R_B^T R_B = B B^T, float64."""
         B = self.right.double()
-        return _root(B @ B.mT, lambda: B.mT, B.shape[-1])
+        return _root(row_gram(B), lambda: B.mT, B.shape[-1])
 
     @cached_property
     def _core(self) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.linalg.products import times_transpose
+from ov_circuits.linalg.products import many_products, row_gram, times_transpose
 from ov_circuits.linalg.threads import side_by_side
 
 # Side of a tile of the [d, d] matrices: small, so that few float32 products are summed before float64 takes over.
@@ -76,7 +76,8 @@ def _tile(factor: Tensor, rows: slice, columns: slice, into: Tensor) -> Tensor:
     """A tile of every P^T P, flattened, [n, rows * columns], made in the first columns of ``into``."""
     height, width = rows.stop - rows.start, columns.stop - columns.start
     tile = into[:, : height * width]
-    return torch.bmm(factor[..., rows].mT, factor[..., columns], out=tile.view(-1, height, width)).flatten(1)
+    many_products(factor[..., rows].mT, factor[..., columns], out=tile.view(-1, height, width))
+    return tile
 
 
 def _redo_cancelled(
@@ -98,7 +99,7 @@ def _redo_cancelled(
 
 def gram_norm(factor: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch"]:
     """||P^T P||_F of each factor, float64: for a factor of norm one, the square root of 1 / participation ratio."""
-    return torch.linalg.matrix_norm((factor @ factor.mT).double())
+    return torch.linalg.matrix_norm(row_gram(factor).double())
 
 
 def gram_root(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch r r"]:

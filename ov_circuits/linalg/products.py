@@ -1,17 +1,21 @@
-"""Large float32 products, by the library that is fastest on the machine.
+"""Products by the library that is fastest for them on the machine.
 
-torch's ``@`` goes to MKL, which leaves AVX-512 unused on processors that are not Intel's. torch's linear layers on MKL-DNN
-tensors go to oneDNN, which does not: 2.2 times as fast was seen, with errors of the same size.
+torch's ``@`` goes to MKL, which leaves AVX-512 unused on processors that are not Intel's. For large float32 products, torch's
+linear layers on MKL-DNN tensors go to oneDNN, which does not: 2.2 times as fast was seen, with errors of the same size. For
+Gram matrices and for many small products, numpy's OpenBLAS is faster: 1.8 and 1.4 times.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from ov_circuits.linalg.threads import numpy_threads
 
 # Multiplications below which oneDNN's packing of the operands costs more than it saves.
 _WORTH_PACKING = 8_000_000
@@ -22,6 +26,35 @@ def times_transpose(x: Float[Tensor, "m k"], y: Float[Tensor, "n k"]) -> Float[T
     if _for_onednn(x, y):
         return torch.nn.functional.linear(x.to_mkldnn(), y).to_dense()
     return x @ y.mT
+
+
+def row_gram(x: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch r r"]:
+    """``x @ x.mT``, of which numpy works out one half (BLAS syrk): symmetric to the last bit."""
+    if not _for_numpy(x):
+        return x @ x.mT
+    rows = _one_stride(x).numpy()
+    with numpy_threads(torch.get_num_threads()):
+        return torch.from_numpy(np.matmul(rows, rows.swapaxes(-1, -2)))
+
+
+def many_products(x: Float[Tensor, "batch m k"], y: Float[Tensor, "batch k n"], out: Tensor) -> Tensor:
+    """``torch.bmm(x, y, out=out)`` for small matrices."""
+    if not _for_numpy(x, y, out):
+        return torch.bmm(x, y, out=out)
+    with numpy_threads(torch.get_num_threads()):
+        np.matmul(_one_stride(x).numpy(), _one_stride(y).numpy(), out=out.numpy())
+    return out
+
+
+def _for_numpy(*factors: Tensor) -> bool:
+    return all(type(x) is Tensor and x.device.type == "cpu" and not x.requires_grad for x in factors) and all(
+        x.dtype in (torch.float32, torch.float64) for x in factors
+    )
+
+
+def _one_stride(x: Tensor) -> Tensor:
+    """The matrix where its rows or columns lie together, a copy of it where neither does: numpy would loop over that."""
+    return x if 1 in x.stride()[-2:] else x.contiguous()
 
 
 class FastLinears(TorchFunctionMode):

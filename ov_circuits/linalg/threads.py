@@ -1,13 +1,16 @@
-"""Many small decompositions on all cores."""
+"""Many small decompositions on all cores, with no more threads than torch is set to use."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TypeVar
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
+from threadpoolctl import ThreadpoolController
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -24,8 +27,42 @@ def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], most: in
     """
     threads = torch.get_num_threads()
     workers = threads if most is None else max(1, min(threads, most))
-    pool = ThreadPoolExecutor(workers, initializer=partial(torch.set_num_threads, threads // workers))
+    inside = threads // workers
+    pool = ThreadPoolExecutor(workers, initializer=partial(torch.set_num_threads, inside))
     try:
-        yield from pool.map(work, items)
+        with numpy_threads(inside):
+            yield from pool.map(work, items)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Limit:
+    """How many threads numpy's BLAS may use: one number a process, so the first block that asks sets it, the last resets it."""
+
+    def __init__(self) -> None:
+        self.lock, self.blocks = threading.Lock(), 0
+        self.limit: Any = None
+
+
+_numpy = _Limit()
+
+
+@contextmanager
+def numpy_threads(most: int) -> Iterator[None]:
+    """numpy's products within take at most so many threads; blocks inside others, or beside them, keep the first one's number."""
+    with _numpy.lock:
+        if not _numpy.blocks:
+            _numpy.limit = _controller().limit(limits=most, user_api="blas")
+        _numpy.blocks += 1
+    try:
+        yield
+    finally:
+        with _numpy.lock:
+            _numpy.blocks -= 1
+            if not _numpy.blocks:
+                _numpy.limit.restore_original_limits()
+
+
+@cache
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()

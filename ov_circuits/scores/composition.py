@@ -43,6 +43,7 @@ from ov_circuits.linalg.nulls import (
     subspace_null,
 )
 from ov_circuits.linalg.pairwise import gram_root, pairwise_energy
+from ov_circuits.linalg.products import row_gram
 from ov_circuits.linalg.threads import side_by_side
 from ov_circuits.model import Head, Layer, Model
 
@@ -389,7 +390,7 @@ class _LayerSides:
     def _gram(self, W: Tensor) -> Tensor:
         """W W^T for W [head, r, d_model], for every query head; float64."""
         W = W.double()
-        return self.layer.per_query_head(W @ W.mT)
+        return self.layer.per_query_head(row_gram(W))
 
 
 def space_basis(layer: Layer, role: str) -> Float[Tensor, "head r d_model"]:
