@@ -32,6 +32,7 @@ from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Layer, Model
+from ov_circuits.shown import counted
 from ov_circuits.trace.tensor_parallel import rank_facts
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ def _worst(name: str, trace: Trace, error: Callable[[int, Layer], Tensor], limit
         value <= limit,
         value,
         limit,
-        f"{len(errors)} layers, {len(trace)} positions; largest error at layer {layer}",
+        f"{counted(len(errors), 'layer')}, {counted(len(trace), 'position')}; largest error at layer {layer}",
     )
 
 

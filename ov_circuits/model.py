@@ -47,6 +47,7 @@ from ov_circuits.folding import (
 )
 from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich, gram
 from ov_circuits.linalg.rows import Rows
+from ov_circuits.shown import notebook_html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -432,8 +433,6 @@ class Head:
         return f"Head({self.label} of {self.model.name!r}, view {self.model.view!r})"
 
     def _repr_html_(self) -> str | None:
-        from ov_circuits.shown import notebook_html
-
         return notebook_html("head_html", self)
 
     @property

@@ -36,6 +36,7 @@ import torch
 from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.errors import LARGEST_SEED, CircuitsError
 from ov_circuits.model import Model
+from ov_circuits.shown import counted
 from ov_circuits.words import bos_id, ordinary_tokens
 
 # The roles that every prompt has.
@@ -116,7 +117,7 @@ class PromptSet:
 
     def __repr__(self) -> str:
         dropped = "".join(f", {n} dropped ({why})" for why, n in self.dropped.items())
-        return f"PromptSet({self.name!r}: {len(self)} prompts{dropped})"
+        return f"PromptSet({self.name!r}: {counted(len(self), 'prompt')}{dropped})"
 
     @property
     def compares(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.processes import is_first
+from ov_circuits.shown import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +92,7 @@ def _positions(a: Architecture) -> str:
     if turned[0].interleaved:
         parts.append("pairs are neighbours")
     if len(turned) < a.n_layers:
-        parts.append(f"none in {a.n_layers - len(turned)} layers")
+        parts.append(f"none in {counted(a.n_layers - len(turned), 'layer')}")
     return ", ".join(parts)
 
 
@@ -146,13 +147,12 @@ def print_plan(facts: dict[str, Any]) -> None:
         )
         for name, cost in parts.items()
     ]
-    title = (
-        f"Plan: {facts['heads']} heads, view {facts['view']}, {facts['gflops_per_core']:.0f} GFLOP/s a core in float64"
-    )
+    rate = f"{facts['gflops_per_core']:.0f} GFLOP/s a core in float64"
+    title = f"Plan: {counted(facts['heads'], 'head')}, view {facts['view']}, {rate}"
     _print_table(title, ("score", "once", "a head", "operations", "one core"), rows, "lrrrr")
     memory = facts["memory"]
     lines = (
-        f"All spectra on {facts['threads']} thread{'s' * (facts['threads'] > 1)}: {_time(together['seconds'])}.",
+        f"All spectra on {counted(facts['threads'], 'thread')}: {_time(together['seconds'])}.",
         f"Memory above the imports: {memory['peak'] / 1e9:.2f} GB = {memory['held'] / 1e9:.2f} held + "
         f"{memory['work'] / 1e9:.2f} at work. {facts['memory_formula']}.",
     )
@@ -180,7 +180,7 @@ def print_checkpoint(facts: dict[str, Any]) -> None:
         ("heads", heads),
         ("d_model, d_head, d_mlp", f"{facts['d_model']}, {facts['d_head']}, {facts['d_mlp']}"),
         ("vocabulary", f"{facts['vocabulary']:,}, unembedding {'tied' if facts['tied_unembedding'] else 'of its own'}"),
-        ("context", f"{facts['context']:,} positions ({facts['positions']})"),
+        ("context", f"{counted(facts['context'], 'position')} ({facts['positions']})"),
         ("norm", f"{facts['norm']}, eps {facts['norm_eps']:.3g}"),
         *([("attention", "; ".join(facts["attention"]))] if facts["attention"] else []),
         *((name, f"{shape}") for name, shape in facts["shapes"].items()),
@@ -269,8 +269,8 @@ def print_behaviours(frame: pd.DataFrame, model: Model, sort: str | None) -> Non
     keys = list(frame.attrs["sources"])
     shown = keys + ([sort] if sort is not None and sort not in (*keys, "layer", "index") else [])
     rows = [(row["head"], *(_number(row[name], 3) for name in shown)) for row in frame.to_dict("records")]
-    n = len(frame.attrs["seeds"])
-    title = f"{model.name}: {frame.attrs['starts_with']}, then {frame.attrs['probe']}; {n} seeds"
+    seeds = counted(len(frame.attrs["seeds"]), "seed")
+    title = f"{model.name}: {frame.attrs['starts_with']}, then {frame.attrs['probe']}; {seeds}"
     _print_table(title, [name.replace("_", " ") for name in ("head", *shown)], rows, "l" + "r" * len(shown))
     note("means over destinations; spread over seeds, null mean and z of each: --json or -o")
     for key, why in frame.attrs["left_out"].items():
@@ -282,7 +282,7 @@ def print_attribution(frame: pd.DataFrame, top: int) -> None:
     attrs = frame.attrs
     say = partial(stdout().print, markup=False, highlight=False)
     dropped = "".join(f", {n} left out {why}" for why, n in attrs["dropped"].items())
-    say(f"{attrs['model']} on {attrs['set']}: {attrs['prompts']} prompts{dropped}")
+    say(f"{attrs['model']} on {attrs['set']}: {counted(attrs['prompts'], 'prompt')}{dropped}")
     say(
         f"{attrs['quantity']}: mean {attrs['difference']:.4f} ({_number(attrs['difference_low'], 4)} to "
         f"{_number(attrs['difference_high'], 4)}), above zero in {attrs['share_right']:.0%}; "
@@ -395,7 +395,7 @@ def print_head(facts: dict[str, Any]) -> None:
     )
     rows: list[tuple[str, ...]] = [(name, f"{shape}") for name, shape in facts["shapes"].items()]
     rows += [(name, _number(value)) for name, value in facts["scores"].items()]
-    _print_table(title, None, [*rows, (f"{len(values)} singular values", shown)], "ll")
+    _print_table(title, None, [*rows, (counted(len(values), "singular value"), shown)], "ll")
     if not facts["directions"]:
         note(facts["note"])
         return
@@ -461,7 +461,7 @@ def print_scan(scan: Scan, top: int, head: str | None) -> None:
         means = (_number(row["write"]), f"{row['distance']:.1f}", f"{row['entropy']:.2f}")
         rows.append((row["head"], *numbers, *means, f"{_words(most)} {row[most]:.0%}"))
     columns = ("head", "loss saved", "", "logit", "write", "distance", "entropy", "attends most to")
-    title = f"{facts['model']} over {facts['corpus']}: {facts['positions']:,} positions, loss {facts['loss']:.3f} nats"
+    title = f"{facts['model']} over {facts['corpus']}: {counted(facts['positions'], 'position')}, loss {facts['loss']:.3f} nats"
     _print_table(title, columns, rows, "lrlrrrrl")
     if head is not None:
         for measure, what in (("write", "largest writes"), ("logit", "most logit to the true next token")):
@@ -500,7 +500,7 @@ def print_ablation(frame: pd.DataFrame, top: int) -> None:
         columns = ["prompt", "answer", "against", "clean", "ablated", "direct_effect", "total_effect"]
         columns += ["clean_loss", "ablated_loss", "kl"]
     else:
-        title = f"{attrs['model']}, each head alone ({how}), {attrs['prompts']} prompts"
+        title = f"{attrs['model']}, each head alone ({how}), {counted(attrs['prompts'], 'prompt')}"
         columns = ["head", "direct_effect", "total_effect", "loss_change", "answer_loss_change", "kl", "mean_kl"]
         frame = frame.sort_values("total_effect", key=abs, ascending=False).head(top)
     words = ("prompt", "head", "answer", "against")
@@ -537,7 +537,7 @@ def print_finding(finding: Finding) -> None:
         for effect in finding.effects
     ]
     columns = ("effect", "head", "95 %", "others", "difference, 95 %", "as strong", "what it is")
-    _print_table(f"{finding.prompts} prompts, against {', '.join(finding.others)}", columns, rows, "lrrrrrl")
+    _print_table(f"{counted(finding.prompts, 'prompt')}, against {', '.join(finding.others)}", columns, rows, "lrrrrrl")
 
 
 def print_generation(found: Generation, top: int) -> None:
@@ -552,7 +552,7 @@ def print_generation(found: Generation, top: int) -> None:
         rows.append((str(number), *chosen, f"{step.runner_up_probability:.3f}", difference, strongest))
     columns = ("step", "token", "p", "runner-up", "p", "logit difference", "strongest heads, directly")
     bos = "BOS added" if found.trace.bos_added else "no BOS added"
-    _print_table(f"{found.trace.model.name} after {found.start} tokens ({bos})", columns, rows, "llrlrrl")
+    _print_table(f"{found.trace.model.name} after {counted(found.start, 'token')} ({bos})", columns, rows, "llrlrrl")
     if found.ended:
         note("the model ended the text itself")
 

@@ -219,8 +219,8 @@ def test_the_command_prints_what_the_library_computes(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["the people"], "give a PROMPT and --answer, or many prompts with --prompts"),
     (["--answer", " States"], "give a PROMPT and --answer"),
-    (["the people", "--answer", " of", "-n", "3"], "-n, --roles and --drop go with --prompts"),
-    (["--prompts", "successors", "--answer", " of"], "go with one prompt"),
+    (["the people", "--answer", " of", "-n", "3"], "-n goes with --prompts: here it would do nothing"),
+    (["--prompts", "successors", "--answer", " of"], "--answer goes with one PROMPT"),
     (["-", "the people", "--prompts", "successors"], "leave one of them out"),
     (["--prompts", "sucessors"], "did you mean 'successors'"),
     (["--prompts", "successors", "--roles", "frist"], "did you mean 'first'"),

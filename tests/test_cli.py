@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_model import write_gguf
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import ov_circuits as ov
@@ -30,6 +31,7 @@ from ov_circuits.checkpoint.census import census
 from ov_circuits.cli import app
 from ov_circuits.errors import CircuitsError
 from ov_circuits.report.tables import to_json, write_frame
+from ov_circuits.shown import counted
 
 COMMANDS = (
     "report", "heads", "head", "paths", "pairs", "compare", "behaviours", "attribute", "ablate", "check", "generate", "scan",
@@ -114,9 +116,39 @@ def test_every_commands_help_has_two_examples(command):
 
 def test_the_list_of_commands_is_complete():
     text = run("--help").stdout
-    assert {info.callback.__name__ for info in app.registered_commands if info.callback} == set(COMMANDS)
-    assert all(info.rich_help_panel for info in app.registered_commands)
+    assert set(get_command(app).commands) == set(COMMANDS)
+    assert all(command.rich_help_panel for command in get_command(app).commands.values())
     assert all(re.search(rf"^│ {command} ", text, re.MULTILINE) for command in COMMANDS)
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("heads --scores induction --source foo", "rank copying, which is not among the scores"),
+    ("heads --scores induction --source effective", "rank copying, which is not among the scores"),
+    ("heads --source effective", "rank copying, which is not among the scores"),
+    ("heads --ascending", "--ascending goes with --sort"),
+    ("behaviours --ascending", "--ascending goes with --sort"),
+    ("pairs 1.1 --offset 2", "--offset goes with --circuit qk"),
+    ("inspect --gflops 10", "--gflops goes with --plan"),
+    ("verify --ids", "--ids goes with --prompt"),
+    ("report --answer x --ids --no-bos", "--answer, --ids and --bos/--no-bos go with --prompt: here they would do nothing"),
+    ("report --prompt ab --against x", "--against goes with --answer"),
+    ("ablate 1.0 --prompt ab -n 3", "-n goes with --prompts"),
+    ("ablate 1.0 --prompt ab --no-drop", "--drop/--no-drop goes with --prompts"),
+    ("ablate 1.0 --prompts successors --answer x", "--answer goes with --prompt:"),
+    ("scan --head 1.0 --json", "--head goes with what the screen shows"),
+])  # fmt: skip
+def test_an_option_that_would_do_nothing_is_refused(line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in run(*line.split(), code=2).stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_is_no_plural():
+    assert "; 1 seed" in squeezed(run("behaviours", "--seeds", "1", "--top", "1").stdout)
+    assert "; 2 seeds" in squeezed(run("behaviours", "--seeds", "2", "--top", "1").stdout)
+    assert ": 1 prompt," in run("attribute", "--prompts", "successors", "-n", "1").stdout
+    assert (counted(0, "prompt"), counted(1, "entry", "entries")) == ("0 prompts", "1 entry")
+    assert counted(2000, "entry", "entries") == "2,000 entries"
 
 
 @pytest.mark.parametrize("command", ["head", "attribute"])
@@ -551,9 +583,9 @@ def test_report_takes_a_set_a_continuation_and_ablations(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--generate", "2"], "give --prompt as well"),
-    (["--ablate", "some"], "--ablate takes a number of heads or all"),
-    (["--ablate", "3"], "needs a prompt"),
+    (["--generate", "2"], "--generate goes with --prompt"),
+    (["--prompt", "ab", "--ablate", "some"], "--ablate takes a number of heads or all"),
+    (["--ablate", "3"], "--ablate goes with --prompt"),
     (["--scan", "nowhere"], "cannot read the scan's nowhere"),
     (["--prompts", "iio"], "iio"),
 ])  # fmt: skip

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ov_circuits.report.text import visible
+from ov_circuits.shown import counted
 
 if TYPE_CHECKING:
     from ov_circuits.model import Head
@@ -105,7 +106,7 @@ def trace_html(trace: Trace) -> str:
         rows.append((label, _number(float(norms[place])), seen))
     return _box(
         f"A prompt through {_e(model.name)}",
-        f"{len(trace)} tokens; {bos}",
+        f"{counted(len(trace), 'token')}; {bos}",
         f"<p>{' '.join(_token(text) for text in trace.texts)}</p>",
         f"<p>Likeliest next: {following}</p>",
         _table(("Head", "write norm at the end", "looks most at"), rows, numbers=(1,)),
@@ -128,7 +129,7 @@ def generation_html(generation: Generation) -> str:
     how = "the model's likeliest tokens" if generation.greedy else "tokens that were given"
     return _box(
         f"A continuation by {_e(trace.model.name)}",
-        f"{len(generation.steps)} steps, {how}; {generation.start} tokens of prompt",
+        f"{counted(len(generation.steps), 'step')}, {how}; {counted(generation.start, 'token')} of prompt",
         f"<p>{' '.join(_token(text) for text in trace.texts)}</p>",
         _table(("Step", "chosen", "runner-up", "logit difference", "strongest heads"), rows, numbers=(3,)),
         '<p class="ov-soft">ov.dashboard(model, generation=...) shows each step over the tokens.</p>',
@@ -148,7 +149,7 @@ def scan_html(scan: Scan) -> str:
         rows.append((row["head"], *values))
     return _box(
         f"{_e(facts['model'])} over {_e(facts['corpus'])}",
-        f"{facts['positions']:,} positions, {len(scan.heads)} heads; loss {_number(facts['loss'])} nats",
+        f"{counted(facts['positions'], 'position')}, {counted(len(scan.heads), 'head')}; loss {_number(facts['loss'])} nats",
         _table(("Head", "loss saved", "write", "source", "where it writes most"), rows, numbers=(1, 2)),
         '<p class="ov-soft">scan.of(head) has a head\'s examples; ov.dashboard(model, scan=scan) shows all of it.</p>',
     )
@@ -174,11 +175,8 @@ def board_html(board: pd.DataFrame) -> str | None:
     ]
     header = ("Head", *(known[key].label for key in keys), *(name.split("_")[0] for name in tokens))
     left = "" if len(shown) == len(board) else f'<p class="ov-soft">The first {len(shown)} of {len(board)} rows.</p>'
-    facts = (
-        f"{len(board)} heads, view {_e(str(board.attrs.get('view', '')))}"
-        if board.attrs.get("view")
-        else f"{len(board)} heads"
-    )
+    view = board.attrs.get("view")
+    facts = counted(len(board), "head") + (f", view {_e(str(view))}" if view else "")
     return _box(
         f"Scores of {_e(str(board.attrs.get('model', 'heads')))}",
         facts,

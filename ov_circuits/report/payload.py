@@ -31,6 +31,7 @@ from ov_circuits.report.prompt import TOTAL_EFFECT, WRITE_NORM, ablation_section
 from ov_circuits.report.results import Results, gather
 from ov_circuits.report.sets import SET_MEAN, set_section
 from ov_circuits.scores.chance import DRAWS, SPECTRUM_NULL
+from ov_circuits.shown import counted
 
 if TYPE_CHECKING:
     from ov_circuits.prompts import PromptSet
@@ -202,15 +203,15 @@ def _meta(results: Results) -> dict[str, Any]:
         notes.append(f"Scores and tokens that pass through the vocabulary are left out: {model.why_no_vocabulary}.")
     elif heads_with_pairs < model.n_layers * model.n_heads - len(not_finite):
         notes.append(
-            f"Token pairs, exact over the whole vocabulary, were read for {heads_with_pairs} heads: the most one-sided ones "
-            "and, with a prompt, those that move the answer most. `report --pairs all` reads all of them."
+            f"Token pairs, exact over the whole vocabulary, were read for {counted(heads_with_pairs, 'head')}: the most "
+            "one-sided ones and, with a prompt, those that move the answer most. `report --pairs all` reads all of them."
         )
     if a.positions == "rotary":
         notes.append("Rotary positions: QK numbers are those of offset 0, one of many.")
     if probes := results.board.attrs.get("probes"):
         notes.append(
-            f"Behaviours are measured on {probes['probe']}: {len(probes['seeds'])} seeds of {probes['rows']} prompts, each "
-            f"after {probes['starts_with']}."
+            f"Behaviours are measured on {probes['probe']}: {counted(len(probes['seeds']), 'seed')} of "
+            f"{counted(probes['rows'], 'prompt')}, each after {probes['starts_with']}."
         )
     notes += results.notes
     return {

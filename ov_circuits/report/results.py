@@ -108,16 +108,16 @@ def gather(
         CircuitsError: an answer without a trace, a trace of another checkpoint, a word of several tokens, or an unknown score.
     """
     if trace is None and answer is not None:
-        raise CircuitsError("an answer needs a prompt: pass trace as well (on the command line: --prompt)")
+        raise CircuitsError("an answer needs a prompt: pass trace as well")
     if answer is None and against is not None:
-        raise CircuitsError("a logit difference needs an answer: pass answer as well (on the command line: --answer)")
+        raise CircuitsError("a logit difference needs an answer: pass answer as well")
     for what, other in (("trace", trace), ("generation", None if generation is None else generation.trace)):
         if other is not None and other.model.source is not model.source:
             raise CircuitsError(f"the {what} was made with another model: make it with this one")
     _check_number(pairs, "pairs is how many heads have their token pairs read")
     _check_number(ablation, "ablation is how many heads are ablated")
     if ablation and trace is None:
-        raise CircuitsError("an ablation needs a prompt: pass trace as well (on the command line: --prompt)")
+        raise CircuitsError("an ablation needs a prompt: pass trace as well")
     if isinstance(scan, Scan) and (scan.facts["model"], list(scan.heads["head"])) != (model.name, model.head_labels):
         raise CircuitsError(f"the scan is of {scan.facts['model']}, not of {model.name}: scan with this model")
     # Before the scores: a faulty prompt, answer or set is said at once, not after minutes.

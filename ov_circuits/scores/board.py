@@ -31,6 +31,7 @@ from ov_circuits.scores.directions import token_ends
 from ov_circuits.scores.pieces import Piece, chunks, most_side_by_side, piece_bytes, pieces
 from ov_circuits.scores.saved import SavedPieces, forget
 from ov_circuits.scores.vocabulary import NULL_NOTE, VocabularyColumns, VocabularyScore, vocabulary_scores
+from ov_circuits.shown import notebook_html
 from ov_circuits.words import token_list
 
 
@@ -233,8 +234,6 @@ class Scoreboard(pd.DataFrame):
         return Scoreboard
 
     def _repr_html_(self) -> str | None:
-        from ov_circuits.shown import notebook_html
-
         shown = notebook_html("board_html", self)
         return super()._repr_html_() if shown is None else shown  # type: ignore[misc]
 
@@ -262,8 +261,8 @@ def scoreboard(
             ``"all"`` for both; None for all of ``SCORES`` that the checkpoint allows.
         tokens: how many tokens the leading singular pair is shown with at each end (0 leaves these columns out).
         nulls: whether to say what each score would be by chance.
-        source: the source embedding of rank copying (:mod:`ov_circuits.scores.sources`); IOI and relation scores have their
-            papers' own.
+        source: the source embedding of rank copying (:mod:`ov_circuits.scores.sources`), which has to be among the scores if
+            it is another than ``embed``; IOI and relation scores have their papers' own.
         seed: of the nulls' random rotations.
         resume: the file that the board is meant for. Finished layers are kept beside it (in ``.NAME.parts``) until
             all are done: stopped in whatever way and started again with the same arguments, the run goes on. The file
@@ -279,8 +278,8 @@ def scoreboard(
         are ``not_finite``: their weights hold NaN or infinity, so their scores are NaN.
 
     Raises:
-        CircuitsError: an unknown score or source, or a named score that the checkpoint does not allow; with ``resume``:
-            finished layers cannot be written there.
+        CircuitsError: an unknown score or source, a source that no score reads, or a named score that the checkpoint does
+            not allow; with ``resume``: finished layers cannot be written there.
     """
     board = Board(model, scores, tokens, nulls=nulls, source=source, seed=seed)
     work = pieces(model.architecture)
@@ -312,6 +311,7 @@ class Board:
         self.model, self.nulls, self.source, self.seed = model, nulls, source, seed
         self.tokens = tokens if model.has_embeddings else 0
         self.by_layer, self.over_vocabulary = _chosen(model, scores)
+        self._check_source()
         self.left_out = _left_out(model) if scores is None or scores == "all" else {}
         self._vocabulary = None
         if self.over_vocabulary:
@@ -320,6 +320,15 @@ class Board:
             if why_not and scores != "all":
                 raise CircuitsError(next(iter(why_not.values())))
             self.left_out |= why_not
+
+    def _check_source(self) -> None:
+        """A source embedding that no score reads is refused, not passed over."""
+        known = vocabulary_scores()
+        if self.source != "embed" and not any(known[key].family == "rank_copying" for key in self.over_vocabulary):
+            raise CircuitsError(
+                f"the source {self.source!r} is that of rank copying, which is not among the scores: ask for rank_copying_1 "
+                "or another of its family, or for all"
+            )
 
     @cached_property
     def _draws(self) -> Draws | None:

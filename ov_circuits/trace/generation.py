@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
+from ov_circuits.shown import counted, notebook_html
 from ov_circuits.trace.engines import check_tokens, likeliest_continuation
 from ov_circuits.trace.ledger import Account, accounts, logit_reading
 from ov_circuits.trace.trace import Trace, prompt_ids, trace, whole_ids
@@ -64,11 +65,9 @@ class Generation:
     ended: bool
 
     def __repr__(self) -> str:
-        return f"Generation of {self.trace.model.name!r}: {self.text!r} after {self.start} tokens"
+        return f"Generation of {self.trace.model.name!r}: {self.text!r} after {counted(self.start, 'token')}"
 
     def _repr_html_(self) -> str | None:
-        from ov_circuits.shown import notebook_html
-
         return notebook_html("generation_html", self)
 
     @property

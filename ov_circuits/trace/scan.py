@@ -47,6 +47,7 @@ from ov_circuits.errors import LARGEST_SEED, CircuitsError, whole_number
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
+from ov_circuits.shown import counted, notebook_html
 from ov_circuits.trace.corpus import Corpus, Window, open_corpus
 from ov_circuits.trace.engines import Batch, check_tokens, pad, run
 from ov_circuits.trace.trace import norms_through, values_without_bias, write_gram
@@ -106,13 +107,11 @@ class Scan:
     def __repr__(self) -> str:
         f = self.facts
         return (
-            f"Scan of {f['model']!r} over {f['corpus']}: {f['positions']:,} positions, {len(self.heads)} heads, "
-            f"{len(self.examples):,} examples"
+            f"Scan of {f['model']!r} over {f['corpus']}: {counted(f['positions'], 'position')}, "
+            f"{counted(len(self.heads), 'head')}, {counted(len(self.examples), 'example')}"
         )
 
     def _repr_html_(self) -> str | None:
-        from ov_circuits.shown import notebook_html
-
         return notebook_html("scan_html", self)
 
     @property

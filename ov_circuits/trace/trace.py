@@ -26,6 +26,7 @@ from ov_circuits.checkpoint.tokenizer import why_no_bos
 from ov_circuits.errors import CircuitsError
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Head, Layer, Model
+from ov_circuits.shown import counted, notebook_html
 from ov_circuits.trace.engines import LAYER_FIELDS, LayerRecord, Record, check_tokens, record
 from ov_circuits.trace.shards import Shard
 from ov_circuits.words import bos_id, token_list
@@ -56,11 +57,9 @@ class Trace:
 
     def __repr__(self) -> str:
         bos = "BOS added" if self.bos_added else "no BOS added"
-        return f"Trace of {self.model.name!r} on {len(self.tokens)} tokens ({bos})"
+        return f"Trace of {self.model.name!r} on {counted(len(self), 'token')} ({bos})"
 
     def _repr_html_(self) -> str | None:
-        from ov_circuits.shown import notebook_html
-
         return notebook_html("trace_html", self)
 
     def __len__(self) -> int:
