@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ov_circuits.errors import CircuitsError
@@ -48,6 +48,12 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise CircuitsError(str(error).replace(str(temporary), str(target))) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def drop_if_empty(folder: Path) -> None:
+    """Take a folder away, unless something is in it."""
+    with suppress(OSError):  # what others have written there stays
+        folder.rmdir()
 
 
 def _umask() -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -551,6 +553,30 @@ def test_a_scan_is_saved_and_opened(tmp_path, sampled, whole):
         ov.open_scan(tmp_path)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_scan_that_cannot_be_saved_leaves_nothing(tmp_path, sampled, monkeypatch, there):
+    folder = tmp_path / "scan"
+    if there:
+        sampled.save(folder)
+    write, calls = pd.DataFrame.to_parquet, []
+
+    def until_full(self, path, **kwargs):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, path, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pd.DataFrame, "to_parquet", until_full)
+        with pytest.raises(CircuitsError, match=r"cannot write .*examples\.parquet: No space left on device"):
+            ov.Scan(sampled.heads.head(1), sampled.examples, sampled.distributions).save(folder)
+    if there:
+        same_scan(ov.open_scan(folder), sampled)  # the one before, whole
+        assert len(list(folder.iterdir())) == 3
+    else:
+        assert not folder.exists()
+
+
 def test_one_heads_examples(sampled):
     assert set(sampled.of("1.0")["head"]) == {"1.0"}
     with pytest.raises(CircuitsError, match=r"no head '9\.9'"):
@@ -654,6 +680,21 @@ def test_an_interrupted_command_says_that_it_resumes(command, monkeypatch, tmp_p
     right = ov.scan(embedded, tokens=1200)
     assert len(calls) < 2 * math.ceil(right.facts["windows"] / 4)  # both, the second from the start
     pd.testing.assert_frame_equal(pd.read_parquet("heads.parquet"), right.heads)
+
+
+def test_scans_that_nobody_went_on_with_are_taken_away(command, tmp_path):
+    folder, now = tmp_path / "cache" / "scans", time.time()
+    folder.mkdir(parents=True)
+    days = {f"{number:02}": float(number) for number in range(25)} | {"old": 31.0, "ancient": 300.0}
+    for name, age in days.items():
+        (folder / f"{name}.safetensors").touch()
+        os.utime(folder / f"{name}.safetensors", (now - age * 24 * 3600,) * 2)
+    (folder / "notes.txt").touch()
+    command("--tokens", 600)
+    assert sorted(file.stem for file in folder.iterdir()) == [*(f"{number:02}" for number in range(20)), "notes"]
+    os.utime(folder / "03.safetensors", (now - 31 * 24 * 3600,) * 2)
+    command("--tokens", 600)
+    assert not (folder / "03.safetensors").exists() and (folder / "19.safetensors").exists()
 
 
 BAD = {

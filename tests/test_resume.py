@@ -115,6 +115,23 @@ def test_a_full_disk_loses_nothing_that_was_finished(
     pd.testing.assert_frame_equal(ov.scoreboard(model, resume=target), ov.scoreboard(model))
 
 
+def test_a_full_disk_is_said_of_the_users_file(
+    stories260k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the name of a part nor the folder that was to hold it is the user's business."""
+
+    def full(self: pd.DataFrame, path: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
+    with pytest.raises(
+        CircuitsError, match=r"finished layers beside .*heads\.parquet: No space left on device; "
+    ) as caught:
+        ov.scoreboard(ov.load(stories260k), resume=tmp_path / "heads.parquet")
+    assert ".parts" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on file sizes there")
 def test_a_result_that_cannot_be_written_costs_no_layer(stories260k: Path, tmp_path: Path) -> None:
     """The disk is too small for the last file only: every layer was finished, and the next run reads them all."""

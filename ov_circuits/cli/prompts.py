@@ -429,7 +429,7 @@ def scan(
     """What every head does over a text: its strongest and typical examples, and the loss that it saves. Interrupted, it resumes."""
     from ov_circuits.checkpoint.locate import cache_folder
     from ov_circuits.report.tables import to_json
-    from ov_circuits.trace.scan import Settings, state_file
+    from ov_circuits.trace.scan import Settings, forget_stopped, state_file
     from ov_circuits.trace.scan import scan as run_scan
 
     if as_json:
@@ -442,6 +442,7 @@ def scan(
     if output is not None and examples is not None and os.path.realpath(output) == os.path.realpath(examples):
         raise CircuitsError(f"heads and examples cannot both be {output}: give --examples a name of its own")
     folder = cache_folder() / "scans"
+    forget_stopped(folder)
     with table(output, opened) as write, table(examples, opened) as write_examples:
         note("running the corpus")
         try:

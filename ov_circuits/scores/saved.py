@@ -19,7 +19,7 @@ import pandas as pd
 import ov_circuits
 from ov_circuits.checkpoint.stores import MemoryStore
 from ov_circuits.errors import CircuitsError
-from ov_circuits.files import atomic_path
+from ov_circuits.files import atomic_path, drop_if_empty
 from ov_circuits.model import Model
 from ov_circuits.progress import say
 from ov_circuits.scores.pieces import Piece
@@ -38,7 +38,7 @@ class SavedPieces:
     """
 
     def __init__(self, target: str | os.PathLike[str], model: Model, arguments: dict[str, object]) -> None:
-        self._folder = _folder(target)
+        self._target, self._folder = target, _folder(target)
         self._key = _key(model, arguments)
 
     def finished(self, pieces: list[Piece]) -> list[Piece]:
@@ -66,12 +66,17 @@ class SavedPieces:
         rows = compute(piece)
         try:
             self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise CircuitsError(f"cannot keep finished layers in {self._folder}: {error.strerror}") from error
-        with atomic_path(file) as temporary:
-            rows.to_parquet(temporary, index=False)
-            with temporary.open("rb") as written:
-                os.fsync(written.fileno())  # a part that is there after a crash must hold its rows
+            with atomic_path(file) as temporary:
+                rows.to_parquet(temporary, index=False)
+                with temporary.open("rb") as written:
+                    os.fsync(written.fileno())  # a part that is there after a crash must hold its rows
+        except (OSError, CircuitsError) as error:
+            drop_if_empty(self._folder)
+            cause = error if isinstance(error, OSError) else error.__cause__
+            raise CircuitsError(
+                f"cannot keep finished layers beside {self._target}: {getattr(cause, 'strerror', None) or error}; "
+                "make room there and start again: what is finished is kept"
+            ) from error
         return rows
 
     def _file(self, piece: Piece) -> Path:

@@ -29,7 +29,9 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -44,7 +46,7 @@ from torch import Tensor
 
 from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import LARGEST_SEED, CircuitsError, whole_number
-from ov_circuits.files import atomic_path
+from ov_circuits.files import atomic_path, drop_if_empty
 from ov_circuits.model import Layer, Model
 from ov_circuits.progress import track
 from ov_circuits.shown import counted, notebook_html
@@ -133,16 +135,22 @@ class Scan:
         """Write the frames as Parquet into a folder, which is made where it is not there; :func:`open_scan` reads them again.
 
         Raises:
-            CircuitsError: the folder cannot be written to.
+            CircuitsError: the folder cannot be written to; then no frame is, and no folder made.
         """
         folder = Path(folder)
+        made = not folder.exists()
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise CircuitsError(f"cannot make the folder {folder}: {error.strerror}") from error
-        for name in _FRAMES:
-            with atomic_path(folder / f"{name}.parquet") as file:
-                getattr(self, name).to_parquet(file, index=False)
+        try:
+            with ExitStack() as files:  # renamed when all are written
+                for name in _FRAMES:
+                    file = files.enter_context(atomic_path(folder / f"{name}.parquet"))
+                    getattr(self, name).to_parquet(file, index=False)
+        finally:
+            if made:
+                drop_if_empty(folder)
 
 
 _FRAMES = ("heads", "examples", "distributions")
@@ -338,6 +346,8 @@ def _batched(windows: Iterator[Window], n: int) -> Iterator[list[Window]]:
 
 # The metadata key by which a file is known as a scan's state; the number changes when a tally means something else.
 _STATE = "ov_circuits.scan.1"
+# What the command line keeps of scans that were stopped: a state holds a few numbers for each head and sampled position.
+_MOST_STOPPED, _OLDEST_STOPPED = 20, 30 * 24 * 3600.0
 
 
 def state_file(folder: Path, key: str) -> Path:
@@ -354,6 +364,18 @@ def state_file(folder: Path, key: str) -> Path:
             "(for commands: OV_CIRCUITS_CACHE)"
         ) from error
     return folder / f"{key}.safetensors"
+
+
+def forget_stopped(folder: Path) -> None:
+    """Take away what stopped scans left in a folder: all but the 20 youngest, and what is older than 30 days."""
+    written = {}
+    for file in folder.glob("*.safetensors"):
+        with suppress(FileNotFoundError):  # another scan has just ended
+            written[file] = file.stat().st_mtime
+    youngest = sorted(written, key=lambda file: written[file], reverse=True)
+    for place, file in enumerate(youngest):
+        if place >= _MOST_STOPPED or time.time() - written[file] > _OLDEST_STOPPED:
+            file.unlink(missing_ok=True)
 
 
 def _write_state(file: Path, key: str, tally: _Tally) -> None:
