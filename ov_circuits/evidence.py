@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
-from ov_circuits.scores import board
-from ov_circuits.scores.board import Score, all_scores
+from ov_circuits.scores.board import Board, Score, all_scores
 from ov_circuits.scores.vocabulary import VocabularyScore
 from ov_circuits.trace.behaviours import BEHAVIOURS, SUFFIXES, Behaviour
 from ov_circuits.trace.behaviours import behaviours as measure
@@ -46,23 +45,37 @@ def scoreboard(
 
     Args:
         model: the checkpoint, in the weight view that the scores are to have; behaviours do not depend on it.
-        scores: names of scores (:func:`ov_circuits.scores.board.scoreboard`) and of behaviours
-            (:data:`ov_circuits.trace.behaviours.BEHAVIOURS`), which run the model; ``"all"`` for every score of weights; None
-            for those that are quick.
-        tokens, nulls, source, seed, resume, keep: as of :func:`ov_circuits.scores.board.scoreboard`.
+        scores: names of scores and of behaviours (:data:`ov_circuits.trace.behaviours.BEHAVIOURS`), which run the model.
+            Spectra take milliseconds a head, scores over the whole vocabulary up to a second. ``"all"`` for every score of
+            weights; None for the spectra that the checkpoint allows.
+        tokens: how many tokens the leading singular pair is shown with at each end (0 leaves these columns out).
         behaviours: all behaviours that the model allows, beside the scores.
+        nulls: whether to say what each score would be by chance.
+        source: the source embedding of rank copying (:mod:`ov_circuits.scores.sources`), which has to be among the scores if
+            it is another than ``embed``; IOI and relation scores have their papers' own.
+        seed: of the nulls' random rotations.
         seeds: of the probes, as of :func:`ov_circuits.trace.behaviours.behaviours`.
+        resume: the file that the board is meant for. Finished layers are kept beside it (in ``.NAME.parts``) until
+            all are done: stopped in whatever way and started again with the same arguments, the run goes on. The file
+            itself is not written.
+        keep: with ``resume``: keep finished layers even when all are done, until :func:`ov_circuits.scores.saved.forget`.
 
     Returns:
-        The frame of :func:`ov_circuits.scores.board.scoreboard`, and after its scores each behaviour with its ``.._spread``
-        over seeds and, with ``nulls``, ``.._null_mean`` and ``.._z``. ``attrs`` has in ``sources``, ``nulls`` and ``left_out``
-        what either has, and in ``probes`` what the behaviours were measured on.
+        One row a head in layer-major order: ``head``, ``layer``, ``index``, ``kv_head``, the scores, each followed by
+        ``.._null_mean`` and ``.._z`` (standard deviations above it; :mod:`ov_circuits.scores.chance`), and, where there are
+        embeddings, ``reads_plus``, ``writes_plus``, ``reads_minus``, ``writes_minus`` (lists of token texts: what excites
+        either end of the leading singular direction of W_V W_O, and what is then written). Last, each behaviour with its
+        ``.._spread`` over seeds and, with ``nulls``, ``.._null_mean`` and ``.._z``. ``attrs``: ``model``, ``view``,
+        ``source_embedding``, each column's ``sources`` and ``nulls``, which were ``left_out`` and why, which heads are
+        ``not_finite`` (their weights hold NaN or infinity, so their scores are NaN), and in ``probes`` what behaviours were
+        measured on.
 
     Raises:
-        CircuitsError: an unknown name; a named score or behaviour that the checkpoint does not allow.
+        CircuitsError: an unknown name; a source that no score reads; a named score or behaviour that the checkpoint does not
+            allow; with ``resume``: finished layers cannot be written there.
     """
     weights, acts = _split(scores)
-    frame = board.scoreboard(model, weights, tokens, nulls=nulls, source=source, seed=seed, resume=resume, keep=keep)
+    frame = Board(model, weights, tokens, nulls=nulls, source=source, seed=seed).computed(resume, keep=keep)
     if not acts and not behaviours:
         return frame
     import pandas as pd

@@ -366,7 +366,7 @@ def test_an_interruption_leaves_nothing(tiny_gpt2_char, tmp_path, monkeypatch):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ov_circuits.scores.board.scoreboard", interrupted)
+    monkeypatch.setattr("ov_circuits.scores.board.Board.computed", interrupted)
     result = CliRunner().invoke(app, ["heads", str(tiny_gpt2_char), "-o", str(tmp_path / "heads.csv")])
     assert result.exit_code == 130
     assert result.stderr.strip() == "stopped"

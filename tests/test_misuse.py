@@ -71,7 +71,7 @@ def test_a_termination_leaves_no_temporary_file(tmp_path, tiny_gpt2_char):
         "import os, signal, sys; from unittest.mock import patch; from ov_circuits import cli\n"
         "def stop(*args, **kwargs): os.kill(os.getpid(), signal.SIGTERM)\n"
         f"sys.argv = ['ov-circuits', 'heads', {str(tiny_gpt2_char)!r}, '-o', {str(tmp_path / 'heads.csv')!r}]\n"
-        "with patch('ov_circuits.scores.board.scoreboard', stop): cli.main()"
+        "with patch('ov_circuits.scores.board.Board.computed', stop): cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 143, done.stderr
@@ -187,7 +187,7 @@ def test_what_is_no_model_is_refused(unchecked, x):
 
 
 def test_a_sort_that_cannot_be_made_is_refused_before_the_work(gpt2_small_attention, tiny_gpt2_char, monkeypatch):
-    monkeypatch.setattr("ov_circuits.scores.board.scoreboard", lambda *_, **__: pytest.fail("scores were computed"))
+    monkeypatch.setattr("ov_circuits.scores.board.Board.computed", lambda *_, **__: pytest.fail("scores were computed"))
     refused = run("heads", gpt2_small_attention, "--sort", "eigen_copying_full", code=2).stderr
     assert "attention weights only" in refused
     assert "did you mean 'ov_stable_rank'" in run("heads", tiny_gpt2_char, "--sort", "ov stabel rank", code=2).stderr

@@ -206,12 +206,12 @@ PEAK = """
 import json, sys, torch
 torch.set_num_threads(1)
 import ov_circuits as ov
-from ov_circuits.scores.board import scoreboard
+from ov_circuits.scores.board import Board
 def peak():
     line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 before = peak()
-scoreboard(ov.load(sys.argv[1]))
+Board(ov.load(sys.argv[1])).computed()
 print(json.dumps([before, peak()]))
 """
 

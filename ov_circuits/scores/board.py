@@ -241,61 +241,19 @@ class Scoreboard(pd.DataFrame):
 TOKEN_COLUMNS = ("reads_plus", "writes_plus", "reads_minus", "writes_minus")
 
 
-def scoreboard(
-    model: Model,
-    scores: Sequence[str] | str | None = None,
-    tokens: int = 5,
-    *,
-    nulls: bool = True,
-    source: str = "embed",
-    seed: int = 0,
-    resume: str | os.PathLike[str] | None = None,
-    keep: bool = False,
-) -> Scoreboard:
-    """Weight-only scores of every head.
+class Board:
+    """The scoreboard of weights: in pieces, each computed on its own, in any order, in any process, today or tomorrow.
 
     Args:
         model: the checkpoint, in the weight view that the scores are to have.
         scores: names from ``SCORES`` (spectra: milliseconds a head) and from
             :func:`ov_circuits.scores.vocabulary.vocabulary_scores` (over the whole vocabulary: up to a second a head);
             ``"all"`` for both; None for all of ``SCORES`` that the checkpoint allows.
-        tokens: how many tokens the leading singular pair is shown with at each end (0 leaves these columns out).
-        nulls: whether to say what each score would be by chance.
-        source: the source embedding of rank copying (:mod:`ov_circuits.scores.sources`), which has to be among the scores if
-            it is another than ``embed``; IOI and relation scores have their papers' own.
-        seed: of the nulls' random rotations.
-        resume: the file that the board is meant for. Finished layers are kept beside it (in ``.NAME.parts``) until
-            all are done: stopped in whatever way and started again with the same arguments, the run goes on. The file
-            itself is not written.
-        keep: with ``resume``: keep finished layers even when all are done, until :func:`ov_circuits.scores.saved.forget`.
-
-    Returns:
-        One row a head in layer-major order: ``head``, ``layer``, ``index``, ``kv_head``, the scores, each followed by
-        ``.._null_mean`` and ``.._z`` (standard deviations above it; :mod:`ov_circuits.scores.chance`), and, where there are
-        embeddings, ``reads_plus``, ``writes_plus``, ``reads_minus``, ``writes_minus`` (lists of token texts: what excites
-        either end of the leading singular direction of W_V W_O, and what is then written). ``attrs``: ``model``, ``view``,
-        ``source_embedding``, each score's ``sources`` and ``nulls``, which scores were ``left_out`` and why, and which heads
-        are ``not_finite``: their weights hold NaN or infinity, so their scores are NaN.
+        tokens, nulls, source, seed: as of :func:`ov_circuits.scoreboard`.
 
     Raises:
         CircuitsError: an unknown score or source, a source that no score reads, or a named score that the checkpoint does
-            not allow; with ``resume``: finished layers cannot be written there.
-    """
-    board = Board(model, scores, tokens, nulls=nulls, source=source, seed=seed)
-    work = pieces(model.architecture)
-    saved = None if resume is None else board.saved(resume)
-    if saved is not None:
-        saved.announce(work)
-    frame = board.frame(board.parts(work, saved))
-    if resume is not None and not keep:
-        forget(resume)
-    return frame
-
-
-class Board:
-    """A scoreboard in pieces, each computed on its own: in any order, in any process, today or tomorrow.
-
-    Arguments and errors as of :func:`scoreboard`; all that can be refused is refused here.
+            not allow: all that can be refused is refused here.
     """
 
     def __init__(
@@ -349,6 +307,17 @@ class Board:
         _ = self._draws
         a = self.model.architecture
         return most_side_by_side(a, piece_bytes(a, self.tokens > 0, self._vocabulary is not None))
+
+    def computed(self, resume: str | os.PathLike[str] | None = None, *, keep: bool = False) -> Scoreboard:
+        """All pieces in this process, as a frame; arguments and errors as of :func:`ov_circuits.scoreboard`."""
+        work = pieces(self.model.architecture)
+        saved = None if resume is None else self.saved(resume)
+        if saved is not None:
+            saved.announce(work)
+        frame = self.frame(self.parts(work, saved))
+        if resume is not None and not keep:
+            forget(resume)
+        return frame
 
     def saved(self, target: str | os.PathLike[str]) -> SavedPieces:
         """The pieces of this very board that an earlier run has finished; see :mod:`ov_circuits.scores.saved`."""
@@ -465,8 +434,8 @@ def head_scores(head: Head, seed: int = 0) -> pd.Series:
 
 
 def score_frame(key: str, model: Model, **options: Any) -> pd.DataFrame:
-    """One score for every head: ``head, layer, index, kv_head``, the score, its null and z; options as of :func:`scoreboard`."""
-    return scoreboard(model, [key], tokens=0, **options)
+    """One score for every head: ``head, layer, index, kv_head``, the score, its null and z; options as of :class:`Board`."""
+    return Board(model, [key], tokens=0, **options).computed()
 
 
 def _chosen(model: Model, names: Sequence[str] | str | None) -> tuple[list[Score], list[str]]:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
-from ov_circuits.scores.board import scoreboard
+from ov_circuits.scores.board import Board
 from ov_circuits.scores.copying import IOI_SIGNS, ioi_scores, rank_copying
 from ov_circuits.scores.relations import relation_scores
 
@@ -28,7 +28,7 @@ def copy_table(model: Model, source: str = "embed") -> pd.DataFrame:
         CircuitsError: the checkpoint holds no embeddings, or there is no such source.
     """
     table = rank_copying(model, source=source)
-    eigen = scoreboard(model, ["eigen_copying_ov", "eigen_copying_full"], tokens=0, nulls=False)
+    eigen = Board(model, ["eigen_copying_ov", "eigen_copying_full"], tokens=0, nulls=False).computed()
     left_out: dict[str, str] = {}
     parts = [table, eigen[["eigen_copying_ov", "eigen_copying_full"]]]
     try:
