@@ -83,6 +83,21 @@ def tiny_gpt2_char(models_dir: Path) -> Path:
     return models_dir / "tiny-gpt2-char"
 
 
+@pytest.fixture
+def read_before(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of tensors that have been read of any store, as they are."""
+    from ov_circuits.checkpoint.stores import TensorStore
+
+    names, read = [], TensorStore.read
+
+    def noted(self: TensorStore, name: str, *part: Any) -> Tensor:
+        names.append(name)
+        return read(self, name, *part)
+
+    monkeypatch.setattr(TensorStore, "read", noted)
+    return names
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """SmolLM2-135M, opened by its name: fetched where tests may (98 MB, once a cache), and never passed over in CI."""

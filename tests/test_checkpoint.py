@@ -324,38 +324,19 @@ def test_a_damaged_gguf_file_is_named(tmp_path, content):
     refused(file, str(file), "GGUF")
 
 
-def test_a_gguf_file_of_another_family_is_refused_by_its_name(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "words"), [("bert", ("'bert'", "llama")), ("llama", ("llama.attention.head_count",))]
+)
+def test_a_gguf_file_of_another_family_or_without_its_numbers_is_refused(tmp_path, family, words):
     import gguf
     import numpy as np
 
-    file = tmp_path / "bert.gguf"
-    writer = gguf.GGUFWriter(str(file), "bert")
+    file = tmp_path / f"{family}.gguf"
+    writer = gguf.GGUFWriter(str(file), family)
     writer.add_tensor("token_embd.weight", np.ones((4, 4), dtype=np.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
-    refused(file, str(file), "'bert'", "llama")
-
-
-def test_a_gguf_file_without_its_head_count_is_refused(tmp_path):
-    import gguf
-    import numpy as np
-
-    file = tmp_path / "llama.gguf"
-    writer = gguf.GGUFWriter(str(file), "llama")
-    writer.add_tensor("token_embd.weight", np.ones((4, 4), dtype=np.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
-    refused(file, str(file), "llama.attention.head_count")
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    refused(file, str(file), *words)
 
 
 class Evil:

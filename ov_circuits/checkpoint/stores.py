@@ -144,11 +144,26 @@ class SafetensorsStore(TensorStore):
             raise CircuitsError(f"tensor {name} in {file} cannot be read ({error}): copy the file again") from error
 
 
-class TorchStore(TensorStore):
+class _OpenTensors(TensorStore):
+    """Tensors that torch has in hand already, mapped or in memory."""
+
+    _tensors: dict[str, Tensor]
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+
+class TorchStore(_OpenTensors):
     """One or several ``pytorch_model.bin`` files, opened with ``weights_only=True`` and memory mapped."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors = {}
         self._files: dict[str, Path] = {}
         for file in files:
             for name, tensor in state_dict(load_torch(file), file).items():
@@ -159,15 +174,6 @@ class TorchStore(TensorStore):
                     )
                 self._tensors[name] = tensor
                 self._files[name] = file
-
-    def names(self) -> Sequence[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> str:
-        return str(self._tensors[name].dtype).removeprefix("torch.")
 
     def origin(self, name: str) -> str:
         return str(self._files[name])
@@ -299,20 +305,11 @@ def _torch_load(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-class MemoryStore(TensorStore):
+class MemoryStore(_OpenTensors):
     """Tensors that are in memory already (a state dict); only what must become float32 or lies on a device is copied."""
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str = "memory") -> None:
         self._tensors, self._origin = dict(tensors), origin
-
-    def names(self) -> Sequence[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> str:
-        return str(self._tensors[name].dtype).removeprefix("torch.")
 
     def origin(self, name: str) -> str:
         return self._origin

@@ -33,11 +33,16 @@ def model_and(what: str, arguments: Sequence[str]) -> tuple[str | None, str]:
     return (arguments[0] if len(arguments) == 2 else None), arguments[-1]
 
 
+def parts_of(text: str) -> list[str]:
+    """``"a, b"`` -> ``["a", "b"]``."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def score_names(scores: str | None) -> list[str] | str | None:
     """What ``--scores`` names, as the scoreboard takes it."""
     if scores is None or scores.strip() == "all":
         return None if scores is None else "all"
-    names = [part.strip() for part in scores.split(",") if part.strip()]
+    names = parts_of(scores)
     if not names:
         raise CircuitsError("--scores names no score: leave it out for the spectra, or write all")
     return names

@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ov_circuits.cli.arguments import belong_to, is_position, model_and, prompt_of, word_of
+from ov_circuits.cli.arguments import belong_to, is_position, model_and, parts_of, prompt_of, word_of
 from ov_circuits.cli.opening import open_model, running
 from ov_circuits.cli.options import (
     AdapterOption,
@@ -47,6 +47,12 @@ from ov_circuits.terminal import (
     score_of,
     sort_heads,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ov_circuits.model import Model
+    from ov_circuits.trace.trace import Trace
 
 commands = typer.Typer()
 
@@ -135,82 +141,51 @@ def attribute(
 
     Under torchrun one prompt runs tensor-parallel.
     """
+    from ov_circuits.prompts import load
+    from ov_circuits.trace.attribution import attribute as mean_attribution
+
     given = arguments or []
     if prompts is None:
         if answer is None or not given:
             raise CircuitsError("give a PROMPT and --answer, or many prompts with --prompts")
         belong_to("--prompts", {"-n": n, "--roles": roles, "--drop/--no-drop": drop})
-        _attribute_one(given, answer, against, ids, bos, top, output, revision, adapter, as_json)
+        name, prompt = model_and("PROMPT", given)
+        opened = open_model(name, None, revision, adapter)
+        words = [word_of(word, ids) for word in (answer, against) if word is not None]
+        with table(output, opened) as write:
+            frame, trace = _account(opened, prompt_of(prompt, ids), words, bos)
+            write(frame)
+        if is_first():
+            said = counted(len(frame), "entry", "entries")
+            hand_out(frame, output, as_json, lambda rows: print_account(rows, trace, top), said)
     else:
         if launched():
             raise CircuitsError("--prompts is the work of one process: one prompt runs under torchrun")
         belong_to("one PROMPT", {"--answer": answer, "--against": against, "--ids": ids or None})
         if len(given) > 1:
             raise CircuitsError(f"--prompts takes the place of the prompt {given[-1][:80]!r}: leave one of them out")
-        _attribute_many(given, prompts, n, roles, bos, drop, top, output, revision, adapter, as_json)
+        opened = open_model(given[0] if given else None, None, revision, adapter)
+        found = load(prompts, opened, n=n, bos=bos, drop=drop)
+        with table(output, opened) as write:
+            note(f"running {counted(len(found), 'prompt')}")
+            frame = mean_attribution(opened, found, roles=None if roles is None else parts_of(roles))
+            write(frame)
+        said = f"{counted(len(frame), 'component')}, {counted(len(frame.columns), 'column')}"
+        hand_out(frame, output, as_json, lambda rows: print_attribution(rows, top), said)
 
 
-def _attribute_one(
-    arguments: Sequence[str],
-    answer: str,
-    against: str | None,
-    ids: bool,
-    bos: bool | None,
-    top: int,
-    output: Path | None,
-    revision: str | None,
-    adapter: Path | None,
-    as_json: bool,
-) -> None:
-    from ov_circuits.report.tables import to_json
+def _account(
+    model: Model, prompt: str | list[int], words: Sequence[str | int], bos: bool | None
+) -> tuple[pd.DataFrame, Trace]:
+    """The ledger of an answer, against another one if there are two, and the trace that it is of."""
     from ov_circuits.words import token_id
 
-    name, prompt = model_and("PROMPT", arguments)
-    opened = open_model(name, None, revision, adapter)
-    # Before the model is built and run.
-    chosen, other = (None if word is None else token_id(opened, word_of(word, ids)) for word in (answer, against))
-    assert chosen is not None
-    with table(output, opened) as write:
-        note("running the prompt")
-        trace = running(opened).trace(prompt_of(prompt, ids), bos=bos)
-        frame = trace.ledger(chosen, other)
-        frame.attrs["tokens"] = list(trace.texts)
-        write(frame)
-    if not is_first():
-        return
-    if as_json:
-        print(to_json(frame))
-    else:
-        print_account(frame, trace, top)
-    if output is not None:
-        note(f"{output}: {counted(len(frame), 'entry', 'entries')}")
-
-
-def _attribute_many(
-    arguments: Sequence[str],
-    prompts: str,
-    n: int | None,
-    roles: str | None,
-    bos: bool | None,
-    drop: bool | None,
-    top: int,
-    output: Path | None,
-    revision: str | None,
-    adapter: Path | None,
-    as_json: bool,
-) -> None:
-    from ov_circuits.prompts import load
-    from ov_circuits.trace.attribution import attribute as mean_attribution
-
-    opened = open_model(arguments[0] if arguments else None, None, revision, adapter)
-    chosen = None if roles is None else [part.strip() for part in roles.split(",") if part.strip()]
-    found = load(prompts, opened, n=n, bos=bos, drop=drop)
-    with table(output, opened) as write:
-        note(f"running {counted(len(found), 'prompt')}")
-        frame = mean_attribution(opened, found, roles=chosen)
-        write(frame)
-    said = f"{counted(len(frame), 'component')}, {counted(len(frame.columns), 'column')}"
-    hand_out(frame, output, as_json, lambda rows: print_attribution(rows, top), said)
+    tokens = [token_id(model, word) for word in words]  # before the model is built and run
+    note("running the prompt")
+    trace = running(model).trace(prompt, bos=bos)
+    frame = trace.ledger(*tokens)
+    frame.attrs["tokens"] = list(trace.texts)
+    return frame, trace
 
 
 @commands.command(
@@ -280,7 +255,7 @@ def ablate(
     options |= {
         key: None if word is None else word_of(word, ids) for key, word in (("answer", answer), ("against", against))
     }
-    chosen = [part.strip() for part in heads.split(",") if part.strip()]
+    chosen = parts_of(heads)
     with table(output, opened) as write:
         note("running the model")
         if chosen == ["each"]:

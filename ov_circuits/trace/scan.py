@@ -32,7 +32,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -446,8 +446,8 @@ class _Bins:
 
 
 @dataclass(frozen=True, eq=False)
-class _Measured:
-    """One window, all heads in the order of their labels; destinations are its counted positions.
+class _LayerMeasured:
+    """One window, one layer's heads; destinations are the window's counted positions.
 
     Attributes:
         values: by measure: the value, the attention to its strongest source, and that source's part of it.
@@ -455,8 +455,6 @@ class _Measured:
         linear: the derivative of the loss saved.
         entropy: of attention, nats.
         attention, moved: attention, and attention weighted by what it moves, summed over pairs, by feature.
-        loss: the model's own loss, summed.
-        curvature: loss saved, less its derivative, at the positions that were asked for.
     """
 
     values: Float[Tensor, "measure head destination 3"]
@@ -465,6 +463,26 @@ class _Measured:
     entropy: Float[Tensor, "head destination"]
     attention: Float[Tensor, "head feature"]
     moved: Float[Tensor, "head feature"]
+
+    @staticmethod
+    def joined(layers: Sequence[_LayerMeasured]) -> dict[str, Tensor]:
+        """Each field of all layers' heads, in the order of their labels."""
+        by_measure = ("values", "sources")
+        return {
+            field.name: torch.cat([getattr(layer, field.name) for layer in layers], int(field.name in by_measure))
+            for field in fields(_LayerMeasured)
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured(_LayerMeasured):
+    """One window, all heads.
+
+    Attributes:
+        loss: the model's own loss, summed.
+        curvature: loss saved, less its derivative, at the positions that were asked for.
+    """
+
     loss: Float[Tensor, ""]
     curvature: Float[Tensor, "head asked"]
 
@@ -508,21 +526,13 @@ class _Meter:
             layers.append(self._layer(weights, part, counted, directions, features))
             if len(asked):
                 writes.append(self._writes(weights, part, window.first + asked))
-        linear = torch.cat([layer.linear for layer in layers])
+        joined = _LayerMeasured.joined(layers)
+        linear = joined["linear"]
         curvature = torch.zeros(len(linear), 0)
         if len(asked):
             uncapped = batch.uncapped[index, counted][asked]
             curvature = self._loss_saved(torch.cat(writes), final[asked], uncapped, targets[asked]) - linear[:, asked]
-        return _Measured(
-            values=torch.cat([layer.values for layer in layers], 1),
-            sources=torch.cat([layer.sources for layer in layers], 1),
-            linear=linear,
-            entropy=torch.cat([layer.entropy for layer in layers]),
-            attention=torch.cat([layer.attention for layer in layers]),
-            moved=torch.cat([layer.moved for layer in layers]),
-            loss=F.cross_entropy(logits, targets, reduction="sum"),
-            curvature=curvature,
-        )
+        return _Measured(**joined, loss=F.cross_entropy(logits, targets, reduction="sum"), curvature=curvature)
 
     def _directions(
         self, logits: Float[Tensor, "destination n_vocab"], targets: Int[Tensor, " destination"]
@@ -604,18 +614,6 @@ class _Meter:
 
 # Logits in memory while loss saved is worked out: 64 MB.
 _LOGITS_AT_A_TIME = 1 << 24
-
-
-@dataclass(frozen=True, eq=False)
-class _LayerMeasured:
-    """One layer's part of a :class:`_Measured`."""
-
-    values: Float[Tensor, "measure head destination 3"]
-    sources: Int[Tensor, "measure head destination"]
-    linear: Float[Tensor, "head destination"]
-    entropy: Float[Tensor, "head destination"]
-    attention: Float[Tensor, "head feature"]
-    moved: Float[Tensor, "head feature"]
 
 
 def _with_source(
