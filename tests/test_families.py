@@ -28,9 +28,10 @@ from ov_circuits.checkpoint.mlp import MLP
 from ov_circuits.checkpoint.positions import turn
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
-from ov_circuits.model import Layer, Model, Source
+from ov_circuits.model import Layer, Model
 from ov_circuits.scores.qk import offset_profile, qk_spectra
 from ov_circuits.scores.sources import source_embedding
+from ov_circuits.source import Source
 
 CLOSE = 1e-5
 PLAINLY_WRONG = 0.05

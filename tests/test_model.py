@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ov_circuits as ov
 from ov_circuits.checkpoint.stores import TensorStore
-from ov_circuits.model import _CACHED_LAYERS
+from ov_circuits.source import _CACHED_LAYERS
 
 CircuitsError = ov.CircuitsError
 READERS = ("Q", "K", "V")

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import ov_circuits as ov
-from ov_circuits import model as model_module
+from ov_circuits import source as source_module
 from ov_circuits.cli import app
 from ov_circuits.scores.board import SCORES, Board
 from ov_circuits.scores.pieces import Piece, chunks, layer_bytes, most_side_by_side, piece_bytes, pieces
@@ -115,7 +115,7 @@ def test_pieces_fit_into_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert most_side_by_side(a, one) * one <= max(3 * layer_bytes(a), 512 * 2**20)
         assert most_side_by_side(a, one) >= 2
         assert [h for piece in pieces(a)[:1] for part in chunks(a, piece.heads) for h in part] == list(range(heads))
-        assert 4 * a.n_vocab * a.d_model > model_module.HELD_EMBEDDING_BYTES
+        assert 4 * a.n_vocab * a.d_model > source_module.HELD_EMBEDDING_BYTES
 
 
 def test_inspect_plan_takes_a_config_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from test_distributed import assert_equal
 
 import ov_circuits as ov
-from ov_circuits import model as model_module
+from ov_circuits import source as source_module
 from ov_circuits.checkpoint.stores import SafetensorsStore, TensorStore
 from ov_circuits.linalg import rows as rows_module
 from ov_circuits.linalg.lowrank import gram
@@ -27,7 +27,7 @@ from ov_circuits.scores import pieces as pieces_module
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every embedding counts as too large to be kept, and blocks are a few rows."""
-    monkeypatch.setattr(model_module, "HELD_EMBEDDING_BYTES", 0)
+    monkeypatch.setattr(source_module, "HELD_EMBEDDING_BYTES", 0)
     monkeypatch.setattr(rows_module, "BLOCK_BYTES", 2000)
 
 
@@ -199,7 +199,7 @@ def test_nothing_of_a_finished_layer_waits_for_the_collector_of_cycles(tiny_fold
 
 
 def _layers_alive() -> int:
-    return sum(type(thing) is model_module.Layer for thing in gc.get_objects())
+    return sum(type(thing) is ov.Layer for thing in gc.get_objects())
 
 
 PEAK = """

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ov_circuits as ov
-from ov_circuits.model import Layer, Source
+from ov_circuits.model import Layer
+from ov_circuits.source import Source
 
 
 def failed(certificate):

@@ -1,7 +1,7 @@
 """What a row of the family table is made of: a config's numbers under one set of names, and where each tensor lies.
 
 A layout says how to get from a stored tensor to the canonical (in, out) matrix whose columns (for Q, K, V) or rows (for O)
-are in head-major order. What a head is, is decided in :mod:`ov_circuits.model` and nowhere else.
+are in head-major order. What a head is, is decided in :mod:`ov_circuits.source` and nowhere else.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Plan:
     @property
     def memory_formula(self) -> str:
         """Above the imports, in bytes."""
-        from ov_circuits.model import HELD_EMBEDDING_BYTES
+        from ov_circuits.source import HELD_EMBEDDING_BYTES
 
         a = self.architecture
         squares = self._squares
@@ -241,7 +241,7 @@ class Plan:
 
     def bytes(self, threads: int = 1) -> dict[str, int]:
         """Memory above the imports: what is held throughout, the most that comes on top, and both."""
-        from ov_circuits.model import HELD_EMBEDDING_BYTES
+        from ov_circuits.source import HELD_EMBEDDING_BYTES
 
         a = self.architecture
         square, embedding = 8 * a.d_model**2, 4 * a.n_vocab * a.d_model

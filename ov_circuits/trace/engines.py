@@ -31,7 +31,8 @@ from ov_circuits.trace.shards import Shard
 
 if TYPE_CHECKING:
     from ov_circuits.checkpoint.stores import TensorStore
-    from ov_circuits.model import Model, Source
+    from ov_circuits.model import Model
+    from ov_circuits.source import Source
 
 
 @dataclass(frozen=True, eq=False)
