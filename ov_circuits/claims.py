@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
 from ov_circuits.errors import CircuitsError, check_seed, whole_number
 from ov_circuits.model import Head, Model
 from ov_circuits.scores.copying import single_token
@@ -31,6 +30,7 @@ from ov_circuits.scores.relations import read_relation
 from ov_circuits.trace.ablation import Job, Removal, ablated_runs
 from ov_circuits.trace.ledger import input_reading, logit_reading, write_direction
 from ov_circuits.trace.trace import Trace, unbiased_values
+from ov_circuits.words import bos_id, ordinary_tokens
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -269,13 +269,15 @@ _HALF = 12
 
 
 def _repeated(model: Model, prompts: int, generator: torch.Generator) -> list[Trace]:
-    """BOS (where there is one) and random tokens twice over."""
-    a, first = model.architecture, _bos(model)
-    half = min(_HALF, (a.n_ctx - len(first)) // 2)
+    """BOS, or a random token where there is none, and distinct random tokens twice over; special tokens are never drawn."""
+    pool, n_ctx = torch.tensor(ordinary_tokens(model)), model.architecture.n_ctx
+    half = min(_HALF, (n_ctx - 1) // 2, len(pool) - 1)  # a first token that is not in the segment
     if half < 2:
-        raise _NotTestable(f"{model.name} reads {a.n_ctx} tokens, too few to repeat any")
-    drawn = torch.randint(a.n_vocab, (prompts, half), generator=generator).tolist()
-    return model.trace([[*first, *row, *row] for row in drawn])
+        raise _NotTestable(
+            f"{model.name} reads {n_ctx} tokens and has {len(pool)} ordinary ones, too few to repeat any"
+        )
+    drawn = [pool[torch.randperm(len(pool), generator=generator)[: half + 1]].tolist() for _ in range(prompts)]
+    return model.trace([[*(_bos(model) or first[:1]), *first[1:], *first[1:]] for first in drawn])
 
 
 def _measure_copying(
@@ -395,8 +397,7 @@ def _measure_relation(
 
 
 def _bos(model: Model) -> list[int]:
-    config = model.source.checkpoint.config
-    bos = bos_in_vocabulary(config.get("bos_token_id"), config)
+    bos = bos_id(model)
     return [] if bos is None else [bos]
 
 

@@ -388,6 +388,8 @@ def test_without_its_induction_heads_smollm2_cannot_repeat(smollm2):
     (lambda m: ov.ablate(m, "1.0", [([1, 2], 3, 4, 5)]), r"\(prompt, answer, foil\)"),
     (lambda m: ov.ablate(m, "1.0", [1, 2], against=3), "needs an answer"),
     (lambda m: ov.ablate(m, "1.0", [1, 2], position=2), "positions 0 to 1"),
+    (lambda m: ov.ablate(m, "1.0", [([1, 2], 3, 4), ([1, 2], 3)]), "a logit and a difference have no mean"),
+    (lambda m: ov.ablation_sweep(m, [([1, 2], 3), [1, 2]]), "a logit and a difference have no mean"),
 ])  # fmt: skip
 def test_faulty_questions_are_said_in_a_sentence(tiny_gpt2_char, call, message):
     with pytest.raises(CircuitsError, match=message):
@@ -413,13 +415,14 @@ def test_the_command_prints_and_writes_what_the_library_finds(stories260k, tmp_p
     assert rows[0]["total_effect"] == pytest.approx(frame["total_effect"].iloc[0])
     file = tmp_path / "prompts.jsonl"
     file.write_text(
-        '{"prompt": "Once upon a", "answer": " time", "foil": " little"}\n\n{"prompt": "One", "answer": " day"}\n'
+        '{"prompt": "Once upon a", "answer": " time", "foil": " little"}\n\n'
+        '{"prompt": "One", "answer": " day", "foil": " time"}\n'
     )
     run("ablate", stories260k, "each", "--prompts", file, "--method", "mean", "-o", tmp_path / "each.csv")
     import pandas as pd
 
     written = pd.read_csv(tmp_path / "each.csv", dtype={"head": str})
-    prompts = [(text, " time", " little"), ("One", " day", None)]
+    prompts = [(text, " time", " little"), ("One", " day", " time")]
     sweep = ov.ablation_sweep(model, prompts, "mean")
     assert list(written["head"]) == model.head_labels
     assert (written["total_effect"] - sweep["total_effect"]).abs().max() < 1e-5

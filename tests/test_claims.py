@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from test_ablation import logits_edited
@@ -161,6 +163,24 @@ def test_the_previous_token_head_composes_with_every_induction_head(tiny_gpt2_ch
     assert effects["path"].value > 0.3 and effects["path"].at_least_as_strong == 0
     assert effects["path"].difference_low > 0.2 and effects["ablation"].low > 0.2
     assert ov.check(model, f"0.2 K-composes with {receiver}", prompts=8).verdict == "not supported"
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2-char", "stories260k", "gpt-nano-sort"])
+def test_claims_are_put_to_distinct_ordinary_tokens_after_bos(models_dir, name):
+    """What may be drawn is read from the files: all ids, but for those that tokenizer.json calls special."""
+    folder = models_dir / name
+    config, file = json.loads((folder / "config.json").read_text()), folder / "tokenizer.json"
+    added = json.loads(file.read_text())["added_tokens"] if file.is_file() else []
+    special = {token["id"] for token in added if token["special"]}
+    ordinary, bos = set(range(config["vocab_size"])) - special, config["bos_token_id"]
+    traces = claims._repeated(ov.load(folder), 200, torch.Generator().manual_seed(0))
+    half, drawn = min(12, (ov.load(folder).architecture.n_ctx - 1) // 2, len(ordinary) - 1), set()
+    for trace in traces:
+        first, segment, again = trace.tokens[0], trace.tokens[1 : 1 + half], trace.tokens[1 + half :]
+        assert segment == again and len(set(segment)) == half and set(segment) <= ordinary
+        assert first == bos if bos is not None else first in ordinary - set(segment)
+        drawn.update(segment)
+    assert len(drawn) >= 0.97 * len(ordinary)  # any of them may be: of 509, 2,400 draws leave out four or five
 
 
 def test_induction_heads_copy_and_do_not_suppress(tiny_gpt2_char):

@@ -88,13 +88,14 @@ def ablate(
         ``mean`` (of each number over the prompts).
 
     Raises:
-        CircuitsError: no such head, method, position, source or direction, no prompt, or a checkpoint that cannot run.
+        CircuitsError: no such head, method, position, source or direction, no prompt, a foil on some prompts and none on
+            others, or a checkpoint that cannot run.
     """
     import pandas as pd
 
     found = _heads(model, heads)
     check_method(method, sources)
-    asked = cases(model, prompts, answer, against, position, bos)
+    asked = _comparable(cases(model, prompts, answer, against, position, bos))
     removal = Removal.of(model, method, [case.trace for case in asked], reference, sources, direction, bos)
     rows = []
     for index, outcome in _outcomes(asked, [(index, found) for index in range(len(asked))], removal, span, freeze):
@@ -140,7 +141,7 @@ def ablation_sweep(
 
     found = tuple(model.heads()) if heads is None else _heads(model, heads)
     check_method(method, sources)
-    asked = cases(model, prompts, answer, against, position, bos)
+    asked = _comparable(cases(model, prompts, answer, against, position, bos))
     removal = Removal.of(model, method, [case.trace for case in asked], reference, sources, direction, bos)
     jobs = [(index, (head,)) for index in range(len(asked)) for head in found]
     outcomes = track(_outcomes(asked, jobs, removal, span, freeze), "Ablating heads", total=len(jobs))
@@ -236,6 +237,20 @@ def cases(
         weights = {token_id(model, word): float(weight) for word, weight in _weighting(wanted, other).items()}
         found.append(Case(trace, logit_reading(trace, wanted, other, at), weights))
     return found
+
+
+def _comparable(asked: list[Case]) -> list[Case]:
+    """The cases, if what is watched on them has a mean: logits on all of them, or differences on all.
+
+    Raises:
+        CircuitsError: logits on some and differences on others.
+    """
+    if len({any(weight < 0 for weight in case.weights.values()) for case in asked}) > 1:
+        raise CircuitsError(
+            "some prompts have a foil and some have none: a logit and a difference have no mean; "
+            "give all a foil, or none (a prompt without an answer is asked for its likeliest token over the runner-up)"
+        )
+    return asked
 
 
 def _questions(model: Model, found: PromptSet) -> list[tuple[Trace, Mapping[int, float]]]:
