@@ -115,7 +115,8 @@ def test_random_copying_is_the_share_of_raised_logits_on_attended_tokens(folder,
     gain, W_U = model.source.final_gain.double(), model.source.unembedding.double()
     for head in model.heads():
         own = total = chance = 0.0
-        for row in rows:
+        by_source: dict[tuple[int, int], torch.Tensor] = {}
+        for number, row in enumerate(rows):
             m, trace = row.segment, model.trace(list(row.tokens))
             writes, final = trace.head_writes(head).double(), trace.record.final.double()
             for t in range(1, m + 1):
@@ -127,8 +128,14 @@ def test_random_copying_is_the_share_of_raised_logits_on_attended_tokens(folder,
                     raised = (logits - logits.mean()).clamp(min=0)
                     own, total = own + float(raised[s - 1]), total + float(raised.sum())
                     chance += float(raised.sum()) / m
+                    by_source[number, s] = by_source.get((number, s), 0) + raised
         assert frame.loc[head.label, "random_copying"] == pytest.approx(2 * own / total - 1, abs=1e-4)
         assert frame.loc[head.label, "random_copying_null_mean"] == pytest.approx(2 * chance / total - 1, abs=1e-4)
+        # The null: each source holds any token of its segment, the same one wherever it is attended from.
+        std = 2 * sum(float(raised.var(correction=0)) for raised in by_source.values()) ** 0.5 / total
+        assert frame.loc[head.label, "random_copying_z"] == pytest.approx(
+            2 * (own - chance) / total / std, rel=1e-3, abs=1e-3
+        )
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "olmo2", "cohere", "granite", "falcon-grouped"])

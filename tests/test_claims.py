@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from test_ablation import logits_edited
@@ -163,6 +164,36 @@ def test_the_previous_token_head_composes_with_every_induction_head(tiny_gpt2_ch
     assert effects["path"].value > 0.3 and effects["path"].at_least_as_strong == 0
     assert effects["path"].difference_low > 0.2 and effects["ablation"].low > 0.2
     assert ov.check(model, f"0.2 K-composes with {receiver}", prompts=8).verdict == "not supported"
+
+
+@pytest.mark.parametrize(("claim", "direct", "verdict", "reason"), [
+    ("1.0 copies", (2.0, 0.5, 0.6), "supported", "other heads of its layer"),
+    ("1.0 copies", (0.8, 0.7, 0.75), "not supported", "no more than other heads"),
+    ("1.0 copies", (0.01, -2.0, -2.0), "not supported", "which is not above zero"),
+    ("1.0 suppresses", (-2.0, -0.5, 0.6), "supported", "other heads of its layer"),
+    ("1.0 suppresses", (2.0, 0.5, 0.6), "not supported", "which is not below zero"),
+])  # fmt: skip
+def test_a_verdict_is_that_of_intervals_by_hand(tiny_gpt2_char, monkeypatch, claim, direct, verdict, reason):
+    """Numbers made up; intervals by a bootstrap of numpy's, prompts drawn for the head and the others together."""
+    rng, n = np.random.default_rng(3), 14
+    made = {name: rng.normal(size=(3, n)) for name in ("attention", "write", "ablation")}
+    made["direct"] = np.array(direct)[:, None] + rng.normal(size=n) * 0.4 + 0.4 * rng.normal(size=(3, n))
+    measured = {name: torch.tensor(numbers) for name, numbers in made.items()}
+    monkeypatch.setattr(claims, "_measure_copying", lambda *_: (measured, dict.fromkeys(measured, "it"), ""))
+    finding = ov.check(ov.load(tiny_gpt2_char), claim, prompts=n, others=2)
+    assert finding.verdict == verdict and reason in finding.reason
+    drawn = rng.integers(n, size=(20000, n))
+    for effect in finding.effects:
+        own, beyond = made[effect.name][0], made[effect.name][0] - made[effect.name][1:].mean(0)
+        for values, found in ((own, (effect.value, effect.low, effect.high)),
+                              (beyond, (effect.difference, effect.difference_low, effect.difference_high))):  # fmt: skip
+            assert found[0] == pytest.approx(values.mean())
+            # A quantile of 2,000 draws is uncertain by a tenth of the error of the mean.
+            right = np.quantile(values[drawn].mean(1), (0.025, 0.975))
+            np.testing.assert_allclose(found[1:], right, atol=0.3 * values.std() / n**0.5)
+        sign = -1 if "suppresses" in claim and effect.name != "attention" else 1
+        means = sign * made[effect.name].mean(1)
+        assert effect.at_least_as_strong == sum(means[1:] >= means[0])
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2-char", "stories260k", "gpt-nano-sort"])
