@@ -68,6 +68,25 @@ def test_every_pair_is_the_dense_definition_in_every_view(any_folder, reference)
                 assert row.value == pytest.approx(right, rel=1e-6), (view, kind, row.sender, row.receiver)
 
 
+def test_the_rotation_null_has_the_dense_spectra(tiny_folder, reference):
+    """Sums of fourth and sixth powers of singular values, of the circuits as full matrices."""
+    model, ref = ov.load(tiny_folder).in_view("raw"), reference(tiny_folder)
+    found = compositions(model)
+    for place, head in enumerate(model.heads()):
+        kv = ref.kv_head(head.index)
+        Q, K, V = (ref.reader(head.layer, role, head.index if role == "Q" else kv) for role in "QKV")
+        OV = V @ ref.W_O(head.layer, head.index)
+        for kind, receiver in (("Q", Q @ K.T), ("K", K @ Q.T), ("V", OV)):
+            for M, concentration, cubes in (
+                (OV, found[kind].sender_concentration, found[kind].sender_cubes),
+                (receiver, found[kind].receiver_concentration, found[kind].receiver_cubes),
+            ):
+                energy = torch.linalg.svdvals(M).square()
+                energy = energy / energy.sum()
+                assert float(concentration[place]) == pytest.approx(float(energy.square().sum()), rel=1e-5)
+                assert float(cubes[place]) == pytest.approx(float(energy.pow(3).sum()), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_gpt2_small_stays_within_a_millionth_of_dense_float64(gpt2_small_attention, reference):
     """Every sender into a sample of receivers, all kinds, and the pairs with the smallest values, where digits cancel."""

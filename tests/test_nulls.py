@@ -28,19 +28,22 @@ def rotations(n, d, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [([3.0, 1, 1], [2.0, 2]), ([1.0], [1.0]), ([5.0, 0.1, 0.1, 0.1], [1.0, 2, 3])]
+    ("left", "right", "d"),
+    [([3.0, 1, 1], [2.0, 2], 6), ([1.0], [1.0], 6), ([5.0, 0.1, 0.1, 0.1], [1.0, 2, 3], 6), ([2.0, 1], [1.0, 3], 2)],
 )
-def test_rotation_null_has_the_moments_of_samples(left, right):
-    d, n = 6, 60_000
+def test_rotation_null_has_the_moments_of_samples(left, right, d):
+    n = 60_000
     A, B = torch.zeros(d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
     A[: len(left)], B[: len(right)] = torch.tensor(left), torch.tensor(right)
     M = A[:, None] * rotations(n, d) * B
     sampled = M.square().sum((1, 2)) / (A.square().sum() * B.square().sum())
     concentration = [x.pow(4).sum() / x.square().sum() ** 2 for x in (A, B)]
-    null = rotation_null(*concentration, d)
+    cubes = [x.pow(6).sum() / x.square().sum() ** 3 for x in (A, B)]
+    null = rotation_null(*concentration, d, tuple(cubes))
     assert float(null.mean) == pytest.approx(1 / d)
     assert float(sampled.mean()) == pytest.approx(1 / d, abs=4 * float(null.std) / n**0.5)
     assert float(sampled.std()) == pytest.approx(float(null.std), rel=0.03)
+    assert float(null.z(sampled).pow(3).mean()) == pytest.approx(float(null.skew), rel=0.1, abs=0.05)
 
 
 def test_subspace_null_has_the_moments_of_samples_and_is_the_rotation_null_of_projections():
@@ -49,6 +52,7 @@ def test_subspace_null_has_the_moments_of_samples_and_is_the_rotation_null_of_pr
     null = subspace_null(torch.tensor(float(p)), torch.tensor(float(q)), d)
     assert float(sampled.mean()) == pytest.approx(float(null.mean), rel=0.01)
     assert float(sampled.std()) == pytest.approx(float(null.std), rel=0.03)
+    assert float(null.z(sampled).pow(3).mean()) == pytest.approx(float(null.skew), abs=0.05)
     same = rotation_null(torch.tensor(1 / p), torch.tensor(1 / q), d)
     assert float(same.std) * p * q == pytest.approx(float(null.std), rel=1e-6)
 
@@ -80,16 +84,43 @@ def test_isotropic_null_has_the_moments_of_gaussian_factors(d, r):
     assert float(fourth.mean() / norms[0].mean() ** 2) == pytest.approx(gaussian_concentration(d, r), rel=0.03)
 
 
-def test_gamma_tail_is_uniform_under_the_null():
-    """Close to uniform, and on the safe side far out, where an approximation by two moments is least exact."""
+@pytest.mark.parametrize("decay", [0.5, 1.5, 4.0, 30.0])
+def test_gamma_tail_is_uniform_under_the_null(decay):
+    """For spectra that fall fast and slowly; far out too, where two moments say several times too little."""
+    d, n = 48, 60_000
+    energy = torch.exp(-2 * torch.arange(12, dtype=torch.float64) / decay)
+    energy = energy / energy.sum()
+    corner = haar_corner(12, d, n, np.random.default_rng(0))
+    sampled = torch.einsum("i,nij,j->n", energy, corner.square(), energy)
+    moments = [energy.pow(k).sum() for k in (2, 3)]
+    p = rotation_null(moments[0], moments[0], d, (moments[1], moments[1])).gamma_tail(sampled)
+    for level in (0.5, 0.2, 0.05):
+        assert float((p <= level).double().mean()) == pytest.approx(level, rel=0.1)
+    assert 0.008 < float((p <= 0.01).double().mean()) < 0.0125
+    assert 0.0005 < float((p <= 0.001).double().mean()) < 0.0017
+    if decay == 4.0:
+        two = rotation_null(moments[0], moments[0], d).gamma_tail(sampled)
+        assert float((two <= 0.001).double().mean()) > 0.002
+
+
+def test_gamma_tail_of_projections_and_of_any_skewness():
     d, n = 24, 20_000
-    sampled = rotations(n, d)[:, :4, :3].square().sum((1, 2)) / 12
-    null = rotation_null(torch.tensor(1 / 4, dtype=torch.float64), torch.tensor(1 / 3, dtype=torch.float64), d)
-    p = null.gamma_tail(sampled)
+    sampled = rotations(n, d)[:, :4, :3].square().sum((1, 2))
+    p = subspace_null(torch.tensor(4.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64), d).gamma_tail(
+        sampled
+    )
     for level in (0.5, 0.1):
         assert float((p <= level).double().mean()) == pytest.approx(level, rel=0.1)
-    assert 0.003 < float((p <= 0.01).double().mean()) < 0.011
-    assert torch.isnan(null.gamma_tail(torch.tensor(torch.nan)))
+    assert 0.007 < float((p <= 0.01).double().mean()) < 0.013
+
+    zero, one = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    z = torch.tensor([-1.0, 0.5, 3.0], dtype=torch.float64)
+    assert torch.allclose(Null(zero, one, zero).gamma_tail(z), normal_tail(z), rtol=1e-3)
+    # A chi square of 8 degrees of freedom has skewness 1: (X - 8) / 4; and turned round, -1.
+    upper = torch.special.gammaincc(4 * one, (8 + 4 * z) / 2)
+    assert torch.allclose(Null(zero, one, one).gamma_tail(z), upper)
+    assert torch.allclose(Null(zero, one, -one).gamma_tail(-z), 1 - upper)
+    assert torch.isnan(Null(zero, one, one).gamma_tail(torch.nan * one)).all()
 
 
 @pytest.mark.parametrize(("r", "d"), [(3, 5), (3, 6), (4, 4), (1, 1), (4, 40)])

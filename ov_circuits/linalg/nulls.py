@@ -11,12 +11,20 @@ D = d (d - 1) (d + 2). On one pairing G contributes (tr G)^2, on the two others 
 For matrices A, B of Frobenius norm 1, G = A^T A and H = B B^T, this is the null of ||A O B||_F^2: the same singular values,
 directions at random. tr G^2 = sum s^4 / (sum s^2)^2 is one over the participation ratio of A's singular values. Orthogonal
 projections of ranks p and q are the case tr G^2 = 1/p, tr H^2 = 1/q, with everything times (p q)^2: subspace overlap.
+
+Tails hang on the third moment too. It follows from zonal polynomials (James 1964, "Distributions of matrix variates and latent
+roots derived from normal samples", section 4): (tr X)^3 is the sum of C_k(X) over the three partitions k of 3, and
+
+    E C_k(G O H O^T) = C_k(G) C_k(H) / C_k(I)
+
+with C_k polynomials in tr X, tr X^2 and tr X^3; tr G^3 = sum s^6 / (sum s^2)^3.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,39 +38,73 @@ class Null:
 
     Attributes:
         mean, std: its moments; tensors broadcast against the numbers they are for.
+        skew: its third central moment over std^3; where None, that of a gamma distribution from 0, 2 std / mean.
     """
 
     mean: Tensor
     std: Tensor
+    skew: Tensor | None = None
 
     def z(self, value: Tensor) -> Tensor:
         """How many standard deviations a value lies above the mean; NaN where the null has no spread."""
         return (value - self.mean) / torch.where(self.std > 0, self.std, torch.nan)
 
+    def at(self, *index: Tensor) -> Null:
+        """Of some of the numbers."""
+        return Null(self.mean[index], self.std[index], None if self.skew is None else self.skew[index])
+
     def gamma_tail(self, value: Tensor) -> Tensor:
-        """P(X >= value) for the gamma distribution with this mean and spread; for numbers that cannot be negative.
+        """P(X >= value) for the shifted gamma distribution with these moments.
 
         A sum of squares under a random rotation is close to a weighted sum of squared Gaussians, whose usual approximation
-        by moments is a gamma distribution (Satterthwaite 1946; Box 1954). NaN where value or null is.
+        by three moments this is (Pearson 1959). Two moments fit equal weights; a spectrum that falls fast has several times
+        the tail that they say. NaN where value or null is.
         """
-        shape = (self.mean / self.std).square()
-        usable = shape.isfinite() & value.isfinite()
-        tail = torch.special.gammaincc(
-            torch.where(usable, shape, 1.0), torch.where(usable, value.clamp(min=0) * shape / self.mean, 0.0)
-        )
+        skew = 2 * self.std / self.mean if self.skew is None else self.skew
+        skew = torch.where(skew.abs() < _LEAST_SKEW, _LEAST_SKEW, skew)
+        shape, z = 4 / skew.square(), self.z(value)
+        usable = shape.isfinite() & z.isfinite()
+        shape = torch.where(usable, shape, 1.0)
+        # (Y - shape) / sqrt(shape) for a gamma variable Y has mean 0, spread 1 and this skewness; turned where it is negative.
+        cut = torch.where(usable, shape + skew.sign() * z * shape.sqrt(), 0.0).clamp(min=0)
+        tail = torch.where(skew > 0, torch.special.gammaincc(shape, cut), torch.special.gammainc(shape, cut))
         return torch.where(usable, tail, torch.nan)
 
 
-def rotation_null(left: Tensor, right: Tensor, d: int) -> Null:
+_LEAST_SKEW = 1e-4  # below it a gamma distribution is a normal one
+
+
+def rotation_null(left: Tensor, right: Tensor, d: int, cubes: tuple[Tensor, Tensor] | None = None) -> Null:
     """||A O B||_F^2 / (||A||_F ||B||_F)^2 for a Haar rotation O of R^d: exact moments (see the module's text).
 
     Args:
         left: sum s^4 / (sum s^2)^2 of A's singular values.
         right: the same of B; broadcast against ``left``.
         d: the dimension that A and B share.
+        cubes: sum s^6 / (sum s^2)^3 of A's and of B's, for the skewness, which tails need and z does not.
     """
     variance = 2 * (d * left - 1).clamp(min=0) * (d * right - 1).clamp(min=0) / (d * d * max(d - 1, 1) * (d + 2))
-    return Null(torch.full_like(variance, 1 / d), variance.sqrt())
+    mean = torch.full_like(variance, 1 / d)
+    if cubes is None:
+        return Null(mean, variance.sqrt())
+    third = _mean_cube((left, cubes[0]), (right, cubes[1]), d) - 3 * variance / d - 1 / d**3
+    return Null(mean, variance.sqrt(), third / variance**1.5)
+
+
+def _mean_cube(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], d: int) -> Tensor:
+    """E (tr G O H O^T)^3 from tr G^2 and tr G^3, and those of H, with tr G = tr H = 1."""
+    whole = _zonal(float(d), float(d), float(d))
+    terms = [g * h / c for g, h, c in zip(_zonal(1.0, *left), _zonal(1.0, *right), whole, strict=True) if c > 0]
+    return torch.stack(torch.broadcast_tensors(*terms)).sum(0)  # C_k is zero where d is less than k has parts
+
+
+def _zonal(first: float, second: Any, third: Any) -> tuple[Any, Any, Any]:
+    """The zonal polynomials of degree 3 from tr X, tr X^2, tr X^3: of the partitions 3, 2 + 1 and 1 + 1 + 1."""
+    return (
+        (first**3 + 6 * first * second + 8 * third) / 15,
+        3 * (first**3 + first * second - 2 * third) / 5,
+        (first**3 - 3 * first * second + 2 * third) / 3,
+    )
 
 
 def gaussian_concentration(d: int, r: int) -> float:
@@ -90,7 +132,8 @@ def subspace_null(p: Tensor, q: Tensor, d: int) -> Null:
     Mean p q / d; variance 2 p (d - p) q (d - q) / (d^2 (d - 1) (d + 2)), which is 2 r^2 (d - r)^2 / .. for p = q = r.
     """
     variance = 2 * p * (d - p) * q * (d - q) / (d * d * max(d - 1, 1) * (d + 2))
-    return Null(p * q / d, variance.sqrt())
+    skew = rotation_null(1 / p, 1 / q, d, (p**-2, q**-2)).skew  # that of projections, whatever their trace
+    return Null(p * q / d, variance.sqrt(), skew)
 
 
 def empirical_null(values: Tensor) -> Null:

@@ -72,6 +72,7 @@ class Composition:
         matrix: values in [0, 1]; NaN where the sender is not in an earlier layer, or a weight is not finite.
         sender_concentration: sum s^4 / (sum s^2)^2 of each sender's OV.
         receiver_concentration: the same of each receiver's circuit.
+        sender_cubes, receiver_cubes: sum s^6 / (sum s^2)^3.
         d_model, d_head: of the model.
         notes: what a reader must know.
     """
@@ -83,6 +84,8 @@ class Composition:
     matrix: Float[Tensor, "sender receiver"]
     sender_concentration: Float[Tensor, " sender"]
     receiver_concentration: Float[Tensor, " receiver"]
+    sender_cubes: Float[Tensor, " sender"]
+    receiver_cubes: Float[Tensor, " receiver"]
     d_model: int
     d_head: int
     notes: list[str]
@@ -90,7 +93,12 @@ class Composition:
     @cached_property
     def rotation(self) -> Null:
         """Of the squared values: the same singular values, random directions, [sender, receiver]."""
-        return rotation_null(self.sender_concentration[:, None], self.receiver_concentration[None], self.d_model)
+        return rotation_null(
+            self.sender_concentration[:, None],
+            self.receiver_concentration[None],
+            self.d_model,
+            (self.sender_cubes[:, None], self.receiver_cubes[None]),
+        )
 
     @property
     def isotropic(self) -> Null:
@@ -107,7 +115,7 @@ class Composition:
         rows, columns = (self.layers[:, None] < self.layers[None]).nonzero(as_tuple=True)
         value = self.matrix[rows, columns]
         squared = value.square()
-        rotation = Null(self.rotation.mean[rows, columns], self.rotation.std[rows, columns])
+        rotation = self.rotation.at(rows, columns)
         p = rotation.gamma_tail(squared)
         z_paired = self.paired.z(value.log())
         p_paired = normal_tail(z_paired)
@@ -167,8 +175,10 @@ def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Comp
             labels=model.head_labels,
             layers=layers,
             matrix=torch.where(later, pairs.energy[i].sqrt(), torch.nan),
-            sender_concentration=pairs.sent.square(),
-            receiver_concentration=pairs.read[i].square(),
+            sender_concentration=pairs.sent[:, 0].square(),
+            receiver_concentration=pairs.read[i, :, 0].square(),
+            sender_cubes=pairs.sent[:, 1],
+            receiver_cubes=pairs.read[i, :, 1],
             d_model=a.d_model,
             d_head=a.d_head,
             notes=_notes(model, kind) + pairs.notes,
@@ -284,7 +294,9 @@ def subspace_overlap(model: Model, write: str = "O", read: str = "Q") -> pd.Data
     heads = torch.arange(overlap.shape[0])
     order = heads if read == "O" else heads // a.n_heads  # each pair of writers once; readers in later layers
     rows, columns = (order[:, None] < order[None]).nonzero(as_tuple=True)
-    p, q = (norms.square().round()[index] for norms, index in ((pairs.sent, rows), (pairs.read[0], columns)))
+    p, q = (
+        norms.square().round()[index] for norms, index in ((pairs.sent[:, 0], rows), (pairs.read[0, :, 0], columns))
+    )
     value, null = overlap[rows, columns], subspace_null(p, q, a.d_model)
     tail = null.gamma_tail(value)
     names = np.array(model.head_labels)
@@ -313,18 +325,23 @@ class _Sides:
 
     Attributes:
         factors: P [.., r, d_model] with P^T P the circuit's Gram matrix on this side, over its trace.
-        norms: ||P^T P||_F, [..], float64.
+        moments: ||P^T P||_F and tr (P^T P)^3, [.., 2], float64.
     """
 
     factors: Tensor
-    norms: Tensor
+    moments: Tensor
+
+    @property
+    def norms(self) -> Tensor:
+        """||P^T P||_F, [..]."""
+        return self.moments[..., 0]
 
     def __getitem__(self, layers: slice) -> _Sides:
-        return _Sides(self.factors[layers], self.norms[layers])
+        return _Sides(self.factors[layers], self.moments[layers])
 
     def flatten(self, dims: int) -> _Sides:
         """The leading dimensions as one."""
-        return _Sides(self.factors.flatten(0, dims - 1), self.norms.flatten())
+        return _Sides(self.factors.flatten(0, dims - 1), self.moments.flatten(0, dims - 1))
 
 
 class _LayerSides:
@@ -356,7 +373,8 @@ class _LayerSides:
         basis = U.mT * independent.unsqueeze(-1)
         basis = torch.nn.functional.pad(basis, (0, 0, 0, W.shape[-1] - basis.shape[-2]))  # where d_head > d_model
         basis = torch.where(finite, basis, torch.nan)
-        return _Sides(layer.per_query_head(basis), layer.per_query_head(independent.double().sum(-1).sqrt()))
+        rank = independent.double().sum(-1)
+        return _Sides(layer.per_query_head(basis), layer.per_query_head(torch.stack([rank.sqrt(), rank], -1)))
 
     @staticmethod
     def _side(rest: Tensor, own: Tensor, W: Tensor) -> _Sides:
@@ -369,7 +387,8 @@ class _LayerSides:
         energy = torch.where((energy > 0) & energy.isfinite(), energy, torch.nan)
         root = gram_root(rest) / energy.sqrt()[:, None, None]
         # The roots are exact; one float32 product of r terms moves a norm by less than 1e-7, as its errors average out.
-        return _Sides(root.to(W.dtype) @ W, (product * product.mT).sum((-2, -1)).sqrt() / energy)
+        norm, cube = (product * product.mT).sum((-2, -1)).sqrt(), (product @ product * product.mT).sum((-2, -1))
+        return _Sides(root.to(W.dtype) @ W, torch.stack([norm / energy, cube / energy**3], -1))
 
     @cached_property
     def _gram_Q(self) -> Tensor:
@@ -411,7 +430,7 @@ def _sides(
         for into, group in zip(found, groups, strict=True):
             for j, side in enumerate(group):
                 made = side(sides)
-                into.factors[i, j], into.norms[i, j] = made.factors, made.norms
+                into.factors[i, j], into.moments[i, j] = made.factors, made.moments
         sound = all(bool(into.norms[i].isfinite().all()) for into in found)
         return [] if sound else broken_tensors(model, layer)
 
@@ -421,7 +440,7 @@ def _sides(
 
 def _empty_sides(*shape: int) -> _Sides:
     """Room for sides whose factors are float32: rounding entries once costs a norm 1e-7."""
-    return _Sides(torch.empty(*shape), torch.empty(shape[:-2], dtype=torch.float64))
+    return _Sides(torch.empty(*shape), torch.empty(*shape[:-2], 2, dtype=torch.float64))
 
 
 def broken_tensors(model: Model, layer: Layer) -> list[str]:
@@ -446,8 +465,8 @@ class _Pairs:
 
     Attributes:
         energy: [kind, sender, receiver], float64; zero or anything where the receiver had to be in a later layer and is not.
-        sent: the senders' norms, flat.
-        read: the receivers', [kind, receiver].
+        sent: the senders' moments, [sender, 2]; see :class:`_Sides`.
+        read: the receivers', [kind, receiver, 2].
         notes: on broken tensors.
     """
 
@@ -470,12 +489,13 @@ def _pairs(
     """
     a, kinds = model.architecture, len(reads)
     energy = torch.zeros(a.n_layers, a.n_heads, a.n_layers, kinds, a.n_heads, dtype=torch.float64)
-    sent = torch.empty(a.n_layers, a.n_heads, dtype=torch.float64)
-    read = torch.empty(a.n_layers, kinds, a.n_heads, dtype=torch.float64)
+    sent = torch.empty(a.n_layers, a.n_heads, 2, dtype=torch.float64)
+    read = torch.empty(a.n_layers, kinds, a.n_heads, 2, dtype=torch.float64)
     notes: dict[int, list[str]] = {}
 
     def meet(left: _Sides, senders: range, right: _Sides, receivers: range) -> None:
-        sent[senders.start : senders.stop], read[receivers.start : receivers.stop] = left.norms[:, 0], right.norms
+        sent[senders.start : senders.stop] = left.moments[:, 0]
+        read[receivers.start : receivers.stop] = right.moments
         _meet(energy, left, senders, right, receivers, later_layers)
 
     room = FACTOR_BYTES // (4 * a.n_heads * a.d_head * a.d_model)
@@ -494,8 +514,8 @@ def _pairs(
                 meet(left, senders, right, receivers)
     return _Pairs(
         rearrange(energy, "s i r kind j -> kind (s i) (r j)"),
-        sent.flatten(),
-        rearrange(read, "r kind j -> kind (r j)"),
+        sent.flatten(0, 1),
+        rearrange(read, "r kind j moment -> kind (r j) moment"),
         [note for layer in sorted(notes) for note in notes[layer]],
     )
 
