@@ -144,6 +144,40 @@ def test_mean_ablation_puts_the_mean_over_the_reference_in(running_folder, watch
         check_row(frame.iloc[0], clean, ablated, tokens, *pair)
 
 
+@pytest.mark.parametrize("name", ["tiny-gpt2-char", "stories260k"])
+def test_a_position_a_span_and_the_prompts_own_mean_are_read_from_the_plain_model(models_dir, name):
+    """No answer given: the likeliest token there over the runner-up. Prompts of two lengths: a mean over all positions."""
+    folder = models_dir / name
+    model = ov.load(folder)
+    layer, at, span = model.n_layers - 1, 4, slice(2, 6)
+    prompts = [[5, 40, 17, 9, 61, 22, 9, 80, 33], [12, 7, 70, 7, 55, 21, 90]]
+    mean = torch.cat([z_of(folder, tokens, [(layer, 1)])[layer, 1] for tokens in prompts]).mean(0)
+
+    def edit(where, z, pattern, values):
+        if where == layer:
+            z[:, 1] = mean
+        return z
+
+    frame = ov.ablate(model, f"{layer}.1", prompts, "mean", position=at, span=span)
+    for row, tokens in zip(frame.to_dict("records"), prompts, strict=True):
+        clean, ablated = untouched(folder, tokens), logits_edited(folder, tokens, edit)
+        answer, against = clean[at].topk(2).indices.tolist()
+        p, q = clean.log_softmax(-1), ablated.log_softmax(-1)
+        kl, asked, scale = (p.exp() * (p - q)).sum(-1), tokens[span], float(clean.abs().max())
+        before = torch.arange(span.start - 1, span.start - 1 + len(asked))  # where the span's tokens are predicted
+        right = {
+            "clean": clean[at, answer] - clean[at, against],
+            "ablated": ablated[at, answer] - ablated[at, against],
+            "clean_loss": -p[before, asked].mean(),
+            "ablated_loss": -q[before, asked].mean(),
+            "kl": kl[at],
+            "mean_kl": kl[before].mean(),
+        }
+        for column, value in right.items():
+            assert row[column] == pytest.approx(float(value), abs=2e-5 * scale), column
+    assert frame.attrs["mean"]["kl"] == pytest.approx(frame["kl"].mean())
+
+
 def test_source_ablation_removes_what_the_run_at_hand_moves_from_there(running_folder, watched, reference):
     """Heads of two layers: what the later one moves depends on what was removed from the earlier one."""
     model, tokens, pair, clean = watched(running_folder)
