@@ -82,17 +82,35 @@ def rotated(x, theta):
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def pattern_of(ref, model, head, queries, keys):
-    """A head's attention from what its queries and keys read, float64."""
-    n, theta = len(queries), model.architecture.rope_theta
+def scores_of(ref, model, head, queries, keys, part=None):
+    """A head's scores from what its queries and keys read, float64; the side that reads a ``part`` of it has no bias."""
+    theta = model.architecture.rope_theta
 
     def project(x, role, which):
-        bias = ref.bias(head.layer, role, which)
+        bias = None if role == part else ref.bias(head.layer, role, which)
         out = x @ ref.reader(head.layer, role, which) + (0 if bias is None else bias)
         return out if theta is None else rotated(out, theta)
 
-    scores = project(queries, "Q", head.index) @ project(keys, "K", ref.kv_head(head.index)).T / ref.d_head**0.5
-    return scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    return project(queries, "Q", head.index) @ project(keys, "K", ref.kv_head(head.index)).T / ref.d_head**0.5
+
+
+def pattern_without(folder, tokens, sender, receiver):
+    """The plain model's attention of one head when another one writes nothing."""
+    seen = {}
+
+    def edit(where, z, pattern, values):
+        if where == sender.layer:
+            z[:, sender.index] = 0
+        if where == receiver.layer:
+            seen["pattern"] = pattern[receiver.index].double()
+        return z
+
+    logits_edited(folder, tokens, edit)
+    return seen["pattern"]
+
+
+def pattern_of(scores):
+    return scores.masked_fill(torch.ones(scores.shape, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
 
 
 @pytest.mark.parametrize(("name", "sender", "side", "receiver"), [
@@ -109,18 +127,28 @@ def test_path_patching_is_the_receivers_pattern_from_edited_keys_or_queries(
     effects = by_name(ov.check(model, f"{sender} {side}-composes with {receiver}", prompts=2, others=1))
     head = model.head(receiver)
     layer = head.layer
-    lost, moved = [], []
+    gain, bias = ref.norm(layer)
+    lost, moved, entries, gone = [], [], [], []
     for trace in probes:
         stream, n = trace.record.layers[layer].stream.double(), len(trace)
-        clean = norm(ref, stream, stream, *ref.norm(layer))
-        edited = norm(ref, stream - trace.write(sender).double(), stream, *ref.norm(layer))
+        write = trace.write(sender).double()
+        clean = norm(ref, stream, stream, gain, bias)
+        edited = norm(ref, stream - write, stream, gain, bias)
+        part = norm(ref, write, stream, gain, None if bias is None else 0 * bias)
 
-        before = pattern_of(ref, model, head, clean, clean)
-        after = pattern_of(ref, model, head, *((edited, clean) if side == "Q" else (clean, edited)))
+        before = pattern_of(scores_of(ref, model, head, clean, clean))
+        after = pattern_of(scores_of(ref, model, head, *((edited, clean) if side == "Q" else (clean, edited))))
+        entry = scores_of(ref, model, head, *((part, clean) if side == "Q" else (clean, part)), part=side)
+        ablated = pattern_without(folder, list(trace.tokens), model.head(sender), head)
         for t in range(n - n // 2, n):
             favourite = int(before[t, 1:].argmax()) + 1
+            others = [s for s in range(1, t + 1) if s != favourite]
             lost.append(float(before[t, favourite] - after[t, favourite]))
             moved.append(float((before[t] - after[t]).abs().sum() / 2))
+            entries.append(float(entry[t, favourite] - entry[t, others].mean()))
+            gone.append(float(before[t, favourite] - ablated[t, favourite]))
+    assert effects["score"].value == pytest.approx(sum(entries) / len(entries), abs=1e-4)
+    assert effects["ablation"].value == pytest.approx(sum(gone) / len(gone), abs=1e-5)
     assert effects["path"].value == pytest.approx(sum(lost) / len(lost), abs=1e-5)
     assert effects["pattern"].value == pytest.approx(sum(moved) / len(moved), abs=1e-5)
 
