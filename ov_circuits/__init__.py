@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ov_circuits.scores.copy_table import copy_table, disagreements
     from ov_circuits.scores.copying import ioi_copying, ioi_negative_copying, rank_copying
     from ov_circuits.scores.directions import directions, span
-    from ov_circuits.scores.pairs import strongest_token_pairs
+    from ov_circuits.scores.pairs import strongest_token_pairs, token_pair
     from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, position_pattern, qk_spectra
     from ov_circuits.scores.relations import relation_scores
     from ov_circuits.scores.spaces import space_map
@@ -77,6 +77,7 @@ _HOMES = {
     "directions": "scores.directions",
     "span": "scores.directions",
     "strongest_token_pairs": "scores.pairs",
+    "token_pair": "scores.pairs",
     "qk_spectra": "scores.qk",
     "largest_query_key_pairs": "scores.qk",
     "offset_profile": "scores.qk",
@@ -142,6 +143,7 @@ __all__ = [
     "strongest_paths",
     "strongest_token_pairs",
     "subspace_overlap",
+    "token_pair",
     "verify",
 ]
 

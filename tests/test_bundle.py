@@ -32,8 +32,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def story(stories260k):
-    model = ov.load(stories260k)
-    return model, gather(model, model.trace("Once upon a time there was a"), " little", " big")
+    model, prompt = ov.load(stories260k), "Once upon a time there was a"
+    more = {"prompts": "repeated_tokens", "generation": ov.generate(model, prompt, 2)}
+    return model, gather(model, model.trace(prompt), " little", " big", **more)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,8 @@ def test_a_second_run_gives_the_same_bytes(bundle, stories260k, tmp_path):
         "--prompt",
         "Once upon a time there was a",
     ]
-    command += ["--answer", " little", "--against", " big", "--bundle", str(again)]
+    command += ["--answer", " little", "--against", " big", "--prompts", "repeated_tokens", "--generate", "2"]
+    command += ["--bundle", str(again)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert run.returncode == 0, run.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["second"], "no page beside the bundle, nothing left behind"
@@ -129,6 +131,8 @@ def test_pictures_are_pictures(bundle, story):
     folder = bundle[0] / "figures"
     names = set(main_figures(story[1]))
     assert {"composition", "waterfall-kind", "attribution-map", "spaces-write", "spaces-read"} < names
+    assert {"map-induction", "ablation", "prompt-set", "continuation", "scan-loss"} < names
+    assert sum(name.endswith("-distances") for name in names) == 1
     assert {file.name for file in folder.iterdir()} == {f"{name}.{end}" for name in names for end in ("svg", "png")}
     for name in names:
         svg = (folder / f"{name}.svg").read_text("utf-8")

@@ -106,6 +106,54 @@ def test_the_account_closes_in_its_figures(story):
         F.waterfall(account, "head")
 
 
+def test_effects_are_the_sweeps_with_the_line_of_equals(story):
+    model, trace = story[:2]
+    sweep = ov.ablation_sweep(model, trace, answer=" little", against=" big")
+    line, points = F.effects(sweep, named=3).data
+    assert list(points.x) == sweep["direct_effect"].tolist() and list(points.y) == sweep["total_effect"].tolist()
+    size = sweep["direct_effect"].abs() + sweep["total_effect"].abs()
+    assert {text for text in points.text if text} == set(sweep.loc[size.nlargest(3).index, "head"])
+    assert list(line.x) == list(line.y) and min(line.x) <= min(points.x) and max(line.x) >= max(points.y)
+
+
+def test_means_have_their_intervals():
+    model = ov.load()
+    frame = ov.attribute(model, ov.prompts.load("repeated_tokens", model, n=6))
+    (bars,) = F.means(frame, n=7).data
+    wanted = frame.loc[frame["mean"].abs().nlargest(7).index]
+    assert list(bars.x) == wanted["mean"].tolist()
+    assert np.asarray(bars.x) + np.asarray(bars.error_x.array) == pytest.approx(wanted["high"].to_numpy())
+    assert np.asarray(bars.x) - np.asarray(bars.error_x.arrayminus) == pytest.approx(wanted["low"].to_numpy())
+    heads = [f"head {head}" for head in wanted["head"].dropna()]
+    assert [name for name in bars.customdata if name.startswith("head")] == heads
+    assert "95 % intervals" in F.means(frame).layout.title.text
+
+
+def test_a_continuation_is_heads_by_steps():
+    model = ov.load()
+    heads = ov.generate(model, "the people of the", 3).heads()
+    figure = F.continuation(heads, n=5)
+    (heat,) = figure.data
+    z, labels = np.asarray(heat.z), [row[0] for row in heat.customdata]
+    values = heads.set_index(["head", "step"])["value"]
+    assert z == pytest.approx(np.array([[values[label, step] for step in range(3)] for label in labels]))
+    assert set(labels) == set(heads.groupby("head")["value"].apply(lambda v: v.abs().max()).nlargest(5).index)
+    assert labels == sorted(labels, key=lambda label: [int(part) for part in label.split(".")])
+    assert [text.split(": ")[1] for text in figure.layout.xaxis.ticktext] == [
+        visible(token) for token in heads.drop_duplicates("step")["token"]
+    ]
+
+
+def test_distances_are_shares_that_sum_to_one():
+    scan = ov.scan(ov.load(), tokens=300, window=64)
+    figure = F.distances(scan.distributions, "0.0")
+    (bars,) = figure.data
+    assert sum(bars.y) == pytest.approx(1, abs=1e-5)
+    assert bars.y[figure.layout.xaxis.ticktext.index("1")] > 0.9, "0.0 attends to the token before"
+    with pytest.raises(CircuitsError, match="no distances of head '9.9'"):
+        F.distances(scan.distributions, "9.9")
+
+
 def test_the_map_of_heads(story):
     frame = ov.space_map(story[0])
     for space in ("write", "read"):

@@ -11,7 +11,7 @@ import ov_circuits as ov
 from ov_circuits import CircuitsError
 from ov_circuits.linalg import top_entries as module
 from ov_circuits.linalg.top_entries import top_entries
-from ov_circuits.scores.pairs import strongest_token_pairs
+from ov_circuits.scores.pairs import strongest_token_pairs, token_pair
 
 
 def check_against_dense(A, B, k):
@@ -100,6 +100,34 @@ def test_token_pairs_of_every_checkpoint_are_those_of_the_dense_circuit(running_
         assert part.value.tolist() == pytest.approx(named, abs=1e-5 * scale)
     assert frame.attrs["view"] == "raw"
     assert frame.attrs["head"] == f"{layer}.{head}"
+
+
+def test_a_token_pair_of_every_checkpoint_is_an_entry_of_each_dense_circuit(running_folder, reference):
+    model = ov.load(running_folder, view="raw")
+    dense = reference(running_folder)
+    source, output = 1, model.architecture.n_vocab - 1
+    frame = token_pair(model, source, output).set_index("head")
+    for label in model.head_labels:
+        layer, head = (int(part) for part in label.split("."))
+        V = dense.reader(layer, "V", dense.kv_head(head))
+        row = dense.W_E[source] @ V @ dense.W_O(layer, head) @ dense.W_U
+        scale = float(row.abs().max())
+        assert frame["value"][label] == pytest.approx(float(row[output]), abs=1e-5 * scale)
+        assert frame["above_mean"][label] == pytest.approx(float(row[output] - row.mean()), abs=1e-5 * scale)
+        # Where others are as near as rounding, either rank is right.
+        low, high = (int((row > row[output] + d * scale).sum()) + 1 for d in (1e-6, -1e-6))
+        assert low <= frame["rank"][label] <= high
+
+
+def test_the_largest_entry_of_a_head_is_the_first_of_its_row(tiny_gpt2_char, gpt2_small_attention):
+    model = ov.load(tiny_gpt2_char)
+    first = strongest_token_pairs(model, "1.0", k=1).iloc[0]
+    frame = token_pair(model, first["source"], first["output"])
+    row = frame.set_index("head").loc["1.0"]
+    assert row["rank"] == 1 and row["value"] == pytest.approx(first["value"], rel=1e-5)
+    assert (frame.attrs["source"], frame.attrs["output"]) == (first["source"], first["output"])
+    with pytest.raises(CircuitsError, match="no embeddings"):
+        token_pair(ov.load(gpt2_small_attention), 1, 2)
 
 
 def test_copying_heads_pair_tokens_with_themselves(tiny_gpt2_char):

@@ -185,6 +185,19 @@ def test_scores_over_the_vocabulary_come_beside_the_spectra_with_z(story):
     assert said == copying
 
 
+def test_pairs_of_tokens_that_are_asked_for_are_on_the_map(story):
+    model = story[0]
+    page = ov.dashboard(model, token_pairs=[(" a", " little"), (1, 2)], paths=False, pairs=0, **BARE).payload
+    keys = {score["key"]: score["label"] for score in page["scores"] if score["group"] == "Token pairs"}
+    assert list(keys) == ["entry_1", "entry_1_rank", "entry_2", "entry_2_rank"]
+    assert keys["entry_1"] == "Entry ·a → ·little"
+    frame = ov.token_pair(model, " a", " little")
+    assert page["values"]["entry_1"] == pytest.approx(frame["above_mean"].tolist(), rel=1e-4)
+    assert page["values"]["entry_1_rank"] == frame["rank"].tolist()
+    with pytest.raises(CircuitsError, match="not one token"):
+        ov.dashboard(model, token_pairs=[(" a", " unimaginable words")], paths=False, pairs=0, **BARE)
+
+
 def test_every_check_of_the_certificate_is_explained(story):
     assert all(check["meaning"] for check in story[2]["meta"]["certificate"]["checks"])
 

@@ -33,6 +33,7 @@ from ov_circuits.report.stills import stills, why_no_stills
 from ov_circuits.report.tables import dumps, write_frame
 from ov_circuits.scores.board import SCORES
 from ov_circuits.scores.chance import DRAWS, spectrum
+from ov_circuits.trace.behaviours import BEHAVIOURS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -144,6 +145,8 @@ def _frames(results: Results) -> dict[str, pd.DataFrame]:
     if results.generation is not None:
         frames["generation"] = results.generation.tokens()
         frames["generation-account"] = results.generation.frame()
+    for place, frame in enumerate(results.token_pairs, start=1):
+        frames[f"entry-{place}"] = frame
     if results.pairs:
         parts = [frame.assign(head=label) for label, frame in results.pairs.items()]
         frames["pairs"] = pd.concat(parts, ignore_index=True)
@@ -170,10 +173,10 @@ def _card(results: Results, content: dict[str, Any], label: str, card: dict[str,
 
 
 def main_figures(results: Results) -> dict[str, go.Figure]:
-    """The figures of a report by name: the model's, the prompt's, and those of the head that stands out most."""
+    """The figures of a report by name: the model's, the prompt's and the text's, and those of the head that stands out most."""
     board, model = results.board, results.model
     keys = [key for key in SCORES if key in board]
-    found = {f"map-{key}": figures.head_map(board, key) for key in keys[:1]}
+    found = {f"map-{key}": figures.head_map(board, key) for key in [*keys[:1], *(key for key in BEHAVIOURS if key in board)]}
     if {"ov_frobenius_norm"} < set(keys):
         found["scatter"] = figures.score_scatter(board, "ov_frobenius_norm", keys[0])
     for space in ("write", "read"):
@@ -184,6 +187,14 @@ def main_figures(results: Results) -> dict[str, go.Figure]:
         found["attribution-map"] = figures.attribution_map(results.account)
         found["waterfall-kind"] = figures.waterfall(results.account, "kind")
         found["waterfall-layer"] = figures.waterfall(results.account, "layer")
+    if results.sweep is not None:
+        found["ablation"] = figures.effects(results.sweep)
+    if results.attribution is not None:
+        found["prompt-set"] = figures.means(results.attribution)
+    if results.generation is not None:
+        found["continuation"] = figures.continuation(results.generation.heads())
+    if results.scan is not None:
+        found["scan-loss"] = figures.head_map(results.scan.heads, "loss_saved")
     label = _outstanding(results)
     if label is not None:
         head = model.head(label)
@@ -197,6 +208,8 @@ def main_figures(results: Results) -> dict[str, go.Figure]:
             pattern = results.trace.pattern(label)
             name = f"attention of head {label}"
             found[f"head-{label}-attention"] = figures.attention_pattern(pattern, results.trace.texts, name)
+        if results.scan is not None:
+            found[f"head-{label}-distances"] = figures.distances(results.scan.distributions, label)
     return found
 
 

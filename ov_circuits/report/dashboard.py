@@ -58,6 +58,22 @@ _THEME_SCRIPT = (
     "matchMedia('(prefers-color-scheme: dark)').matches?'dark':'light';"
     "document.documentElement.classList.add('js')"
 )
+# What stands around the page in a notebook. Where the notebook is not trusted, or is shown by a site that lets no frame
+# through, frame, style and script are taken out, and the table beside them is what is left.
+_FRAME_STYLE = ".ov-frame{width:100%;height:860px;border:1px solid rgb(128 128 128/.4);border-radius:6px}.ov-frame~.ov-instead{display:none}"
+# The frame cannot see the notebook: it asks, and is told whether the text around it is light or dark, now and when that changes.
+_FRAME_SCRIPT = """(() => {
+const frame = document.currentScript.previousElementSibling;
+const tell = () => {
+  const pen = document.createElement('canvas').getContext('2d');
+  pen.fillStyle = getComputedStyle(frame.parentElement).color;
+  pen.fillRect(0, 0, 1, 1);
+  const [r, g, b] = pen.getImageData(0, 0, 1, 1).data;
+  frame.contentWindow?.postMessage({ ovTheme: r + g + b > 384 ? 'dark' : 'light' }, '*');
+};
+addEventListener('message', (event) => { if (event.source === frame.contentWindow) tell(); });
+new MutationObserver(() => setTimeout(tell, 200)).observe(document.body, { attributes: true });
+})();"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +119,18 @@ class Dashboard:
 
     def _repr_html_(self) -> str:
         # A frame of its own keeps two pages in one notebook apart, and `sandbox` keeps the page away from the notebook.
+        table = _static_table(self.payload)
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in table["header"])
+        body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in table["rows"])
         title = html.escape(_printable(self.payload["title"]), quote=True)
         return (
-            f'<iframe title="{title}" sandbox="allow-scripts" '
-            'style="width:100%;height:860px;border:1px solid #d9d5cc;border-radius:6px" '
-            f'srcdoc="{html.escape(self.html, quote=True)}"></iframe>'
+            f'<div class="ov-page"><style>{_FRAME_STYLE}</style>'
+            f'<iframe class="ov-frame" title="{title}" sandbox="allow-scripts" '
+            f'srcdoc="{html.escape(self.html, quote=True)}"></iframe><script>{_FRAME_SCRIPT}</script>'
+            f'<div class="ov-instead"><p><b>{title}</b>: the table of heads alone. The page itself shows in a trusted notebook, '
+            "and <code>.save(file)</code> writes it.</p>"
+            f'<div style="max-height:420px;overflow:auto"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+            "</div></div></div>"
         )
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ paper; signed values are on a blue-orange map centred on zero, which every colou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -336,6 +336,125 @@ def waterfall(account: pd.DataFrame, by: str = "kind") -> go.Figure:
     return figure.update_layout(yaxis={"autorange": "reversed"}, height=170 + 22 * (len(steps) + 1))
 
 
+def effects(sweep: pd.DataFrame, named: int = 6) -> go.Figure:
+    """Ablation beside attribution: what heads add themselves across, what the answer loses without them up.
+
+    On the dashed line a head's removal costs what its own entry says.
+
+    Args:
+        sweep: of :func:`ov_circuits.ablation_sweep`.
+        named: how many heads, those of the largest effects, have their names beside them.
+    """
+    import plotly.graph_objects as go
+
+    x, y, layer = sweep["direct_effect"], sweep["total_effect"], sweep["layer"]
+    ends = [min(0.0, float(x.min()), float(y.min())), max(0.0, float(x.max()), float(y.max()))]
+    named_heads = set(sweep.loc[(x.abs() + y.abs()).nlargest(named).index, "head"])
+    figure = go.Figure(
+        go.Scatter(x=ends, y=ends, mode="lines", line={"width": 1, "dash": "dash", "color": _SOFT}, hoverinfo="skip")
+    )
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode="markers+text",
+        text=[label if label in named_heads else "" for label in sweep["head"]],
+        textposition="top center",
+        customdata=sweep["head"],
+        marker={"size": 9, "line": {"width": 0.75, "color": "#8b857a"}, "color": layer, **_scale(layer, "layer")},
+        hovertemplate="head %{customdata}<br>direct %{x:.4g}, total %{y:.4g}<extra></extra>",
+    )
+    title = f"Ablation beside attribution ({_plain(str(sweep.attrs.get('method', '')))} ablation)"
+    return _finish(figure, title, x="direct effect: its own part in the account", y="total effect: lost without it")
+
+
+def continuation(heads: pd.DataFrame, n: int = 20) -> go.Figure:
+    """Which heads chose each token over its runner-up: the ``n`` heads of the largest parts down, steps across.
+
+    Args:
+        heads: of ``generation.heads()``.
+        n: how many heads.
+    """
+    grid = heads.pivot(index="head", columns="step", values="value")
+    strongest = grid.abs().max(axis=1).nlargest(n).index
+    grid = grid.loc[sorted(strongest, key=_place)]
+    tokens = heads.drop_duplicates("step").set_index("step")["token"].reindex(grid.columns)
+    steps = list(range(len(tokens)))
+    figure = _heat(grid.to_numpy(), "Heads' part in each step", x=steps, y=list(range(len(grid))), signed=True)
+    figure.update_traces(
+        customdata=[[label] * len(steps) for label in grid.index],
+        hovertemplate="head %{customdata}, %{x}<br>%{z:+.4g}<extra></extra>",
+    )
+    texts = [f"{step + 1}: {_token(token)}" for step, token in enumerate(tokens)]
+    return figure.update_layout(
+        xaxis={"title": {"text": "step and its token"}, "tickmode": "array", "tickvals": steps, "ticktext": texts},
+        yaxis={"title": {"text": "head"}, **_ticks(grid.index)},
+        height=150 + 22 * len(grid),
+    )
+
+
+# -- many prompts, a text ---------------------------------------------------------------------------------------------
+
+
+def means(attribution: pd.DataFrame, n: int = 24) -> go.Figure:
+    """The ``n`` components of the largest means over a prompt set, heads and others, with their intervals.
+
+    Args:
+        attribution: of :func:`ov_circuits.attribute`.
+        n: how many components.
+    """
+    import plotly.graph_objects as go
+
+    from ov_circuits.report.sets import component_name
+
+    rows = attribution.loc[attribution["mean"].abs().nlargest(n).index]
+    names = [
+        f"head {row['head']}" if row["component"] == "head" else component_name(row) for row in rows.to_dict("records")
+    ]
+    bars = {"type": "data", "symmetric": False, "array": rows["high"] - rows["mean"], "thickness": 1, "width": 3}
+    figure = go.Figure(
+        go.Bar(
+            orientation="h",
+            x=rows["mean"],
+            y=list(range(len(rows))),
+            customdata=names,
+            marker={"color": [_UP if value >= 0 else _DOWN for value in rows["mean"]]},
+            error_x={**bars, "arrayminus": rows["mean"] - rows["low"], "color": _INK},
+            hovertemplate="%{customdata}: %{x:+.4g}<extra></extra>",
+        )
+    )
+    facts = attribution.attrs
+    note = f"<br><sup>{facts['prompts']} prompts; lines are {100 * facts['level']:.0f} % intervals, {facts['interval']}</sup>"
+    _finish(figure, f"Means over the prompts of {_plain(str(facts['set']))}{note}", x=_quantity(attribution), y="")
+    return figure.update_layout(yaxis={"autorange": "reversed", **_ticks(names)}, height=150 + 22 * len(rows), bargap=0.3)
+
+
+def distances(distributions: pd.DataFrame, head: str) -> go.Figure:
+    """How far back a head attends in a text: its share of attention by distance.
+
+    Args:
+        distributions: of a scan, ``scan.distributions``.
+        head: label.
+
+    Raises:
+        CircuitsError: the scan does not hold that head.
+    """
+    import plotly.graph_objects as go
+
+    rows = distributions[(distributions["of"] == "distance") & (distributions["head"] == head)]
+    if rows.empty:
+        raise CircuitsError(f"the frame has no distances of head {head!r}: scan with this head")
+    figure = go.Figure(
+        go.Bar(
+            x=list(range(len(rows))),
+            y=rows["share"],
+            marker={"color": _ACCENT},
+            hovertemplate="%{y:.1%}<extra></extra>",
+        )
+    )
+    _finish(figure, f"Attention of head {_plain(head)} by distance", x="tokens back", y="share of attention")
+    return figure.update_layout(xaxis=_ticks(rows["bin"]), yaxis={"tickformat": ".0%", "rangemode": "tozero"}, bargap=0.25)
+
+
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +476,12 @@ def _heat(
         xaxis={"showgrid": False, "zeroline": False},
         yaxis={"autorange": "reversed", "showgrid": False, "zeroline": False},
     )
+
+
+def _ticks(names: Iterable[str]) -> dict[str, Any]:
+    """Names at 0, 1, 2, ..; as categories plotly would take labels such as 1.10 for numbers."""
+    texts = [_plain(name) for name in names]
+    return {"tickmode": "array", "tickvals": list(range(len(texts))), "ticktext": texts}
 
 
 def _scale(values: pd.Series, title: str) -> dict[str, Any]:

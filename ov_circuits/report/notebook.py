@@ -2,7 +2,8 @@
 JupyterLab, VS Code and Colab, in exports, and with scripts disabled.
 
 Nothing has an id and every class begins with ``ov-``, so that outputs do not collide; colours are the notebook's own, light or
-dark. Text is escaped in one place, :func:`_e`.
+dark, and no more than that is taken from its own style of tables (which is why some rules are important). Text is escaped in one
+place, :func:`_e`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ _STYLE = """<style>
 .ov-box .ov-token{font:.88em ui-monospace,monospace;border:1px solid rgba(128,128,128,.5);border-radius:3px;padding:0 3px}
 .ov-box .ov-token{white-space:pre;unicode-bidi:isolate}
 .ov-box table{border-collapse:collapse;margin:.5em 0;font-size:13px}
-.ov-box th,.ov-box td{text-align:left;padding:2px 12px 2px 0;background:none;vertical-align:top}
+.ov-box tr{background:none!important}
+.ov-box th,.ov-box td{text-align:left!important;padding:2px 12px 2px 0;background:none;vertical-align:top}
 .ov-box th,.ov-box td{border:0;border-top:1px solid rgba(128,128,128,.3)}
 .ov-box thead th{border:0;font-weight:500;opacity:.72;vertical-align:bottom}
-.ov-box .ov-num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.ov-box .ov-map td,.ov-box .ov-map th{padding:0 4px;border:1px solid transparent;text-align:center;font-size:11px;min-width:30px}
+.ov-box .ov-num{text-align:right!important;font-variant-numeric:tabular-nums;white-space:nowrap}
+.ov-box .ov-map td,.ov-box .ov-map th{padding:0 4px;border:1px solid transparent;text-align:center!important;font-size:11px;min-width:30px}
 .ov-box .ov-row{display:flex;flex-wrap:wrap;gap:8px 40px}
 .ov-box .ov-scroll{overflow-x:auto}.ov-box .ov-scroll td{white-space:nowrap}
 .ov-box figure{margin:.5em 0}.ov-box figcaption{font-size:12.5px;opacity:.72}
@@ -238,7 +240,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterab
 def _directions_table(card: dict[str, Any], table: list[str]) -> str:
     rows = []
     for k, direction in enumerate(card["directions"] or [], start=1):
-        share = f"{k}: {_number(direction['value'])}, {100 * direction['energy']:.0f} %"
+        share = f"{k}: {_number(direction['value'])}, {100 * direction['energy']:.0f} %".replace(" ", "\N{NO-BREAK SPACE}")
         flag = "" if direction["separable"] else '<br><span class="ov-soft">not separable: read the span</span>'
         for end, sign in (("plus", "+"), ("minus", "\N{MINUS SIGN}")):
             sides = [" ".join(_token(table[int(t)]) for t, _ in direction[side][end]) for side in ("reads", "writes")]

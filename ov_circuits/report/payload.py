@@ -7,7 +7,7 @@ Everything is rounded to what a page can show and keyed so that the page needs n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,11 @@ from ov_circuits.report.dashboard import Dashboard
 from ov_circuits.report.evidence import Part, prompt_clause, sentence
 from ov_circuits.report.examples import examples_payload
 from ov_circuits.report.links import composition_section, spaces_section
-from ov_circuits.report.numbers import number
+from ov_circuits.report.numbers import number, numbers
 from ov_circuits.report.prompt import TOTAL_EFFECT, WRITE_NORM, ablation_section, prompt_section
 from ov_circuits.report.results import Results, gather
 from ov_circuits.report.sets import SET_MEAN, set_section
+from ov_circuits.report.text import visible
 from ov_circuits.scores.chance import DRAWS, SPECTRUM_NULL
 from ov_circuits.shown import counted
 
@@ -56,6 +57,7 @@ def dashboard(
     ablation: int | str | None = None,
     prompts: PromptSet | str | Path | None = None,
     generation: Generation | None = None,
+    token_pairs: Sequence[tuple[str | int, str | int]] = (),
 ) -> Dashboard:
     """The offline page of a model, with a prompt's trace if one is given.
 
@@ -80,6 +82,8 @@ def dashboard(
         prompts: a prompt set (:func:`ov_circuits.prompts.load`), its name or file; of a name or file as many prompts as fit into
             some ten seconds.
         generation: a continuation of :func:`ov_circuits.generate`.
+        token_pairs: pairs (source, output), each word one token or an id: every head's entry of its full OV circuit for them
+            (:func:`ov_circuits.token_pair`) is on the map like a score.
 
     Returns:
         The page: ``.save(file)`` writes it, ``.html`` is its text, and a notebook shows it as a cell's last line.
@@ -106,6 +110,7 @@ def dashboard(
                 ablation=ablation,
                 prompts=prompts,
                 generation=generation,
+                token_pairs=token_pairs,
             )
         )
     )
@@ -129,6 +134,10 @@ def payload(results: Results) -> dict[str, Any]:
     if results.prompts is not None and results.attribution is not None:
         prompt_set, values["set_mean"] = set_section(model, results.prompts, results.attribution)
         scores.append(SET_MEAN)
+    for place, frame in enumerate(results.token_pairs, start=1):
+        for score, column in _entry_scores(place, frame):
+            scores.append(score)
+            values[score["key"]] = numbers(frame[column])
     texts = Texts(model)
     draws = spectrum_draws(model, results.seed)
     cards = [
@@ -254,6 +263,25 @@ def _score(key: str) -> dict[str, Any]:
         "source": score.source,
         "note": score.note,
     }
+
+
+def _entry_scores(place: int, frame: pd.DataFrame) -> Iterator[tuple[dict[str, Any], str]]:
+    """The scores that a pair of tokens makes, each with its column."""
+    pair = " \N{RIGHTWARDS ARROW} ".join(visible(frame.attrs[side]) for side in ("source", "output"))
+    common = {"group": "Token pairs", "range": None, "source": "full OV circuit, Elhage et al. 2021"}
+    yield common | {
+        "key": f"entry_{place}",
+        "label": f"Entry {pair}",
+        "diverging": True,
+        "note": f"What full attention to the first token does to the logit of the second, {pair}, less what it does to the "
+        "average token: an entry of W_E W_V W_O W_U less the mean of its row, up to the norms' scales.",
+    }, "above_mean"
+    yield common | {
+        "key": f"entry_{place}_rank",
+        "label": f"Rank {pair}",
+        "diverging": False,
+        "note": f"Place of the second token among all that the first raises, {pair}; 1 is the most raised.",
+    }, "rank"
 
 
 def _chance(board: pd.DataFrame, key: str) -> dict[str, Any]:

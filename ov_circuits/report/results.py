@@ -19,7 +19,7 @@ from ov_circuits.prompts import PromptSet
 from ov_circuits.report import budget
 from ov_circuits.scores.board import SCORES
 from ov_circuits.scores.composition import composition, subspace_overlap
-from ov_circuits.scores.pairs import strongest_token_pairs
+from ov_circuits.scores.pairs import strongest_token_pairs, token_pair
 from ov_circuits.scores.spaces import space_map
 from ov_circuits.trace.ablation import ablation_sweep
 from ov_circuits.trace.attribution import attribute
@@ -55,6 +55,7 @@ class Results:
         overlap: shared write directions of every two heads; None with ``composition``.
         spaces: the map of heads by read and write space.
         pairs: strongest token pairs, by head label, of the heads that were read.
+        token_pairs: every head's entry for each pair of tokens that was asked for.
         trace: the prompt.
         account: the ledger of the prompt's answer.
         sweep: the same answer without each head, as of :func:`ov_circuits.ablation_sweep`.
@@ -73,6 +74,7 @@ class Results:
     overlap: pd.DataFrame | None
     spaces: pd.DataFrame
     pairs: dict[str, pd.DataFrame]
+    token_pairs: list[pd.DataFrame]
     trace: Trace | None
     account: pd.DataFrame | None
     sweep: pd.DataFrame | None
@@ -100,6 +102,7 @@ def gather(
     ablation: int | str | None = None,
     prompts: PromptSet | str | Path | None = None,
     generation: Generation | None = None,
+    token_pairs: Sequence[tuple[str | int, str | int]] = (),
     seed: int = 0,
 ) -> Results:
     """Compute all that a report shows; arguments as of :func:`ov_circuits.dashboard`.
@@ -123,6 +126,7 @@ def gather(
     # Before the scores: a faulty prompt, answer or set is said at once, not after minutes.
     account = None if trace is None else _account(trace, answer, against, position)
     chosen = None if prompts is None else _prompt_set(model, prompts, seed)
+    entries = [token_pair(model, source, output) for source, output in token_pairs]
     certificate = verify(model) if certificate is None else certificate
     notes: list[str] = []
     board = _board(model, _with_spectra(model, scores), behaviours, seed, notes)
@@ -138,6 +142,7 @@ def gather(
             label: strongest_token_pairs(model, label, PAIRS_AN_END)
             for label in track(_pair_heads(model, board, account, pairs), "Reading token pairs")
         },
+        token_pairs=entries,
         trace=trace,
         account=account,
         sweep=None if trace is None or account is None else _sweep(model, trace, account, ablation, notes),

@@ -69,7 +69,7 @@ def set_section(model: Model, found: PromptSet, frame: pd.DataFrame) -> tuple[di
         "heads": {"mean": means, **_ends(heads, "")},
         "roles": roles,
         "others": [
-            {"name": _name(row), "mean": number(row["mean"]), "low": number(row["low"]), "high": number(row["high"])}
+            {"name": component_name(row), "mean": number(row["mean"]), "low": number(row["low"]), "high": number(row["high"])}
             for row in others.to_dict("records")
         ],
         "examples": [_example(model, prompt) for prompt in found.prompts[:_SHOWN]],
@@ -81,7 +81,8 @@ def _ends(heads: pd.DataFrame, prefix: str) -> dict[str, list[float | None]]:
     return {end: numbers(heads[f"{prefix}{end}"]) for end in ("low", "high")}
 
 
-def _name(row: dict[Any, Any]) -> str:
+def component_name(row: dict[Any, Any]) -> str:
+    """What a component that is no head is called where it is read."""
     name = _NAMES.get(row["component"], row["component"])
     return name if pd.isna(row["layer"]) else f"{name} {row['layer']}"
 

@@ -7,13 +7,14 @@ query-key counterpart is in :mod:`ov_circuits.scores.qk`; both share :func:`pair
 from __future__ import annotations
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import Entries
 from ov_circuits.linalg.top_entries import top_entries
 from ov_circuits.model import Head, Model
-from ov_circuits.words import token_list
+from ov_circuits.words import token_id, token_list
 
 
 def strongest_token_pairs(model: Model, head: str | Head, k: int = 20) -> pd.DataFrame:
@@ -39,6 +40,56 @@ def strongest_token_pairs(model: Model, head: str | Head, k: int = 20) -> pd.Dat
     full = chosen.full_ov
     frame = pair_frame(model, full.left, full.right, k, ("source", "output"))
     frame.attrs |= {"head": chosen.label, "circuit": "W_E W_V W_O W_U"}
+    return frame
+
+
+def token_pair(model: Model, source: str | int, output: str | int) -> pd.DataFrame:
+    """One entry of every head's full OV circuit: who writes ``output`` when it sees ``source``?
+
+    Rows of W_E are taken as they are, as in :func:`strongest_token_pairs`; a row's scale moves no rank.
+
+    Args:
+        model: in the weight view that the circuits are to have.
+        source, output: words of one token, or ids.
+
+    Returns:
+        One row a head: ``head, layer, index``; ``value``, the entry (logit moved by full attention, up to the norms' scales);
+        ``above_mean``, the entry less the mean of its row, all that a softmax sees of it; ``rank`` of ``output`` in the row of
+        ``source``, 1 for the largest. NaN for heads whose weights are not finite. ``attrs``: model, view, source, output.
+
+    Raises:
+        CircuitsError: no embeddings, a word that is not one token, an id outside the vocabulary.
+    """
+    need_embeddings(model, "token pairs of the OV circuit")
+    read, wanted = token_id(model, source), token_id(model, output)
+    x = model.embedding[read].double()
+    written = torch.cat(
+        [
+            torch.einsum("d,hdk,hkm->hm", x, layer.per_query_head(layer.W_V).double(), layer.W_O.double())
+            for layer in map(model.layer, range(model.n_layers))
+        ]
+    )
+    value = written @ model.unembedding[wanted].double()
+    total, larger = torch.zeros_like(value), torch.zeros_like(value)
+    for columns, block in model.unembedding.blocks():
+        logits = written @ block.double().mT
+        total += logits.sum(-1)
+        if columns.start <= wanted < columns.stop:  # the entry itself, however it is rounded here, is not above itself
+            logits[:, wanted - columns.start] = -torch.inf
+        larger += (logits > value[:, None]).sum(-1)
+    rank = torch.where(value.isfinite(), larger + 1, torch.nan)
+    frame = pd.DataFrame(
+        {
+            "head": model.head_labels,
+            "layer": [layer for layer in range(model.n_layers) for _ in range(model.n_heads)],
+            "index": list(range(model.n_heads)) * model.n_layers,
+            "value": value.numpy(),
+            "above_mean": (value - total / len(model.unembedding)).numpy(),
+            "rank": rank.numpy(),
+        }
+    )
+    names = dict(zip(("source", "output"), token_list(model, [read, wanted]), strict=True))
+    frame.attrs = {"model": model.name, "view": model.view, **names}
     return frame
 
 

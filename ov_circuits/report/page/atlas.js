@@ -96,7 +96,7 @@ function filterTools() {
   });
   const names = h('details.names', {}, h('summary', {}, 'Names for the filter'),
     h('p', {}, 'Comparisons ', h('code', {}, '<  <=  >  >=  ==  !='), ', joined by ', h('code', {}, 'and'), ', ', h('code', {}, 'or'), ', ', h('code', {}, 'not'),
-      ' and parentheses; ', h('code', {}, 'abs( )'), '. A part of a name will do when only one score has it.'),
+      ' and parentheses; ', h('code', {}, 'abs( )'), '. A part of a name will do; of several scores that have it, the first is taken.'),
     h('ul', {}, [['layer', 'layer'], ['head', 'head within the layer'], ...(data.grouped ? [['kv', 'key/value head']] : []), ...data.scores.map((score) => [score.key, score.label])]
       .map(([key, label]) => h('li', {}, h('button.name', {
         type: 'button', title: label, onclick: () => {
@@ -123,7 +123,8 @@ function filterTools() {
   }
 
   function update() {
-    message.textContent = state.filterError ? `This filter does not read: ${state.filterError}.` : '';
+    message.textContent = state.filterError ? `This filter does not read: ${state.filterError}.` : state.filterNotes.join(' ');
+    message.classList.toggle('soft', !state.filterError);
     filter.setAttribute('aria-invalid', String(Boolean(state.filterError)));
     const n = Array.from({ length: data.count }, (_, i) => i).filter(isShown).length;
     left.replaceChildren(narrowed() ? `${n} of ${data.count} heads` : `${data.count} heads`,
@@ -143,7 +144,7 @@ function filterTools() {
       h('fieldset.search', {}, h('legend.visually-hidden', {}, 'Which heads read or write a token'),
         tokenInput('reads', 'Reads token'), h('span.arrow', { 'aria-hidden': 'true' }, '→'), tokenInput('writes', 'Writes token'))),
     message,
-    h('p.hint', {}, 'Tokens are searched in the singular directions of each head. With both boxes filled, a head must read the one and write the other at the same end of a direction. ',
+    h('p.hint', {}, 'Tokens are searched in the singular directions of each head and in its strongest pairs. With both boxes filled, a head must read the one and write the other at the same end of a direction, or in one pair. ',
       'A space counts; quotes ask for the whole token: ', h('code', {}, '" Paris"'), '.'),
     names, results, left);
   return { node, update };
@@ -151,7 +152,7 @@ function filterTools() {
 
 function setFilter(text) {
   state.filterText = text;
-  state.filterError = null;
+  Object.assign(state, { filterError: null, filterNotes: [] });
   try {
     state.filter = parseFilter(text, resolveName);
   } catch (error) {
@@ -172,22 +173,32 @@ function matchTokens(query) {
   return found;
 }
 
-/** Ends of directions that read a token like `reads` and write one like `writes`; the strongest first. */
+/** Pairs, and ends of directions, that read a token like `reads` and write one like `writes`: pairs first, the strongest first. */
 function searchTokens(cards, reads, writes) {
   const [wantRead, wantWrite] = [reads ? matchTokens(reads) : null, writes ? matchTokens(writes) : null];
   const found = [];
   const heads = new Set();
-  cards.forEach((card, i) => (card.directions ?? []).forEach((direction, k) => {
-    for (const end of ['plus', 'minus']) {
-      const read = wantRead && direction.reads[end].find(([token]) => wantRead.has(token));
-      const write = wantWrite && direction.writes[end].find(([token]) => wantWrite.has(token));
-      if ((wantRead && !read) || (wantWrite && !write)) continue;
+  const pairs = [];
+  cards.forEach((card, i) => {
+    (card.directions ?? []).forEach((direction, k) => {
+      for (const end of ['plus', 'minus']) {
+        const read = wantRead && direction.reads[end].find(([token]) => wantRead.has(token));
+        const write = wantWrite && direction.writes[end].find(([token]) => wantWrite.has(token));
+        if ((wantRead && !read) || (wantWrite && !write)) continue;
+        heads.add(i);
+        found.push({ head: i, direction: k, end, energy: direction.energy, read: read?.[0], write: write?.[0] });
+      }
+    });
+    // A pair is told whole, and only where it raises: what is lowered is not written.
+    for (const [source, output, value] of card.pairs?.positive ?? []) {
+      if ((wantRead && !wantRead.has(source)) || (wantWrite && !wantWrite.has(output))) continue;
       heads.add(i);
-      found.push({ head: i, direction: k, end, energy: direction.energy, read: read?.[0], write: write?.[0] });
+      pairs.push({ head: i, value, read: source, write: output });
     }
-  }));
+  });
   found.sort((a, b) => b.energy - a.energy);
-  return { found, heads };
+  pairs.sort((a, b) => b.value - a.value);
+  return { found: [...pairs, ...found], heads };
 }
 
 function searchResults({ found: all }) {
@@ -195,14 +206,18 @@ function searchResults({ found: all }) {
   const found = all.filter((hit) => isShown(hit.head));
   const heads = new Set(found.map((hit) => hit.head));
   if (all.length && !found.length) return h('p.soft', {}, 'Heads that read or write such a token are there, but the filter or the box on the scatter leaves none of them.');
-  if (!found.length) return h('p.soft', {}, 'No direction shown on a card reads or writes such a token. Only the strongest tokens of each direction are kept in this file.');
+  if (!found.length) {
+    return h('p.soft', {}, 'No direction or pair shown on a card reads or writes such a token. Only the strongest tokens of each are kept in this file; ',
+      'of two tokens that you name, ', h('code', {}, 'ov.dashboard(model, token_pairs=[(" France", " Paris")])'), ' puts every head’s exact entry on the map.');
+  }
   return h('div', {},
-    h('p.soft', {}, `${plural(found.length, 'end')} of directions in ${plural(heads.size, 'head')}${found.length > LIMIT ? `; the ${LIMIT} strongest` : ''}`),
+    h('p.soft', {}, `${plural(found.length, 'place')} in ${plural(heads.size, 'head')}${found.length > LIMIT ? `; the first ${LIMIT}` : ''}: pairs, then directions, the strongest first`),
     h('ul.hits', {}, found.slice(0, LIMIT).map((hit) => h('li', {}, headLink(hit.head),
       hit.read !== undefined ? [' reads ', tokenChip(data.tokens[hit.read])] : null,
       hit.read !== undefined && hit.write !== undefined ? ' and' : null,
       hit.write !== undefined ? [' writes ', tokenChip(data.tokens[hit.write])] : null,
-      h('span.soft.nowrap', { title: 'Index of the direction, its end, and its share of the squared norm of OV' }, ` ${hit.direction + 1}${hit.end === 'plus' ? '+' : MINUS}, ${percent(hit.energy)}`)))));
+      hit.direction === undefined ? h('span.soft.nowrap', { title: 'Strongest token pair: its entry of the full OV circuit' }, ` pair, ${format(hit.value, { sign: true })}`)
+        : h('span.soft.nowrap', { title: 'Index of the direction, its end, and its share of the squared norm of OV' }, ` ${hit.direction + 1}${hit.end === 'plus' ? '+' : MINUS}, ${percent(hit.energy)}`)))));
 }
 
 /** Heads as rows. Columns are the scores in view unless all are asked for. */

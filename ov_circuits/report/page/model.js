@@ -84,7 +84,7 @@ let data = null;
 const state = {
   route: null,
   score: null, x: null, y: null,
-  filterText: '', filter: null, filterError: null,
+  filterText: '', filter: null, filterError: null, filterNotes: [],
   reads: '', writes: '', hits: null,
   brushed: null, boxes: [],
   sort: { key: null, descending: true },
@@ -102,8 +102,8 @@ function resolveName(name) {
   const lower = name.toLowerCase();
   const exact = keys.find((key) => key.toLowerCase() === lower);
   const near = exact ? [exact] : keys.filter((key) => key.toLowerCase().includes(lower));
-  if (near.length === 1) return (i) => data.value(near[0], i);
-  if (near.length > 1) throw new FilterError(`“${name}” could be ${near.slice(0, 4).join(', ')}${near.length > 4 ? ', …' : ''}`);
+  if (near.length > 1) state.filterNotes.push(`“${name}” is taken for ${near[0]}; ${near.slice(1, 5).join(', ')}${near.length > 5 ? ', …' : ''} would fit as well.`);
+  if (near.length) return (i) => data.value(near[0], i);
   throw new FilterError(`there is no score “${name}”; the names are listed below`);
 }
 

@@ -1,4 +1,5 @@
 const SET_ROWS = 24;
+const OTHER_ROWS = 10;
 
 /** The view of a prompt set: means over its prompts, with intervals, by head and by named position. */
 function setView() {
@@ -55,12 +56,24 @@ function setParts(set) {
     const rows = mean.map((value, i) => ({ mean: value, low: low[i], high: high[i], name: headLink(i), i })).filter((row) => isNumber(row.mean))
       .sort((a, b) => Math.abs(b.mean) - Math.abs(a.mean)).slice(0, SET_ROWS);
     bars.replaceChildren(whiskers(rows, 'Means by head, largest first'));
-    others.replaceChildren(whiskers(set.others.map((row) => ({ ...row })), 'Means of other components'));
   }
+  const whole = (rows) => rows.reduce((sum, row) => sum + (row.mean ?? 0), 0);
+  let allOthers = false;
+  /** The largest in the order of the stream, and the rest as one sum until it is asked for. */
+  function drawOthers() {
+    const large = new Set([...set.others].sort((a, b) => Math.abs(b.mean) - Math.abs(a.mean)).slice(0, OTHER_ROWS));
+    const rest = set.others.filter((row) => !large.has(row));
+    const rows = allOthers || rest.length < 3 ? set.others : [...set.others.filter((row) => large.has(row)), { name: `The other ${rest.length}`, mean: whole(rest) }];
+    others.replaceChildren(whiskers(rows, 'Means of other components'), rest.length < 3 ? '' : h('button.quiet', {
+      type: 'button', onclick: () => { allOthers = !allOthers; drawOthers(); others.querySelector('button').focus(); },
+    }, allOthers ? `Show the ${OTHER_ROWS} largest` : `Show all ${set.others.length}`));
+  }
+  drawOthers();
+  const headSum = whole(set.heads.mean.map((mean) => ({ mean })));
   const parts = [
     h('section', {}, h('h3', {}, 'Heads'), lead, h('div.field-note', {}, h('span.hint', {}, 'From '), roles),
       h('div.prompt-columns', {}, h('div', {}, bars), h('div.map-panel', {}, map.node, legendPlace))),
-    h('section.set-others', {}, h('h3', {}, 'Everything else'), h('p.lead', {}, `Together with all heads these sum to the mean, but for a residual of ${format(set.residual, { sign: true })}.`), others),
+    h('section.set-others', {}, h('h3', {}, 'Everything else'), h('p.lead', {}, `All heads together add ${format(headSum, { sign: true })}, everything else ${format(whole(set.others), { sign: true })}. The two sum to the mean, but for a residual of ${format(set.residual, { sign: true })}.`), others),
     h('section', {}, h('h3', {}, 'Some of the prompts'), h('ol.set-prompts', {}, set.examples.map((prompt) => h('li', {},
       h('div.set-prompt', {}, prompt.tokens.map((token, k) => h('span.role-token', { title: prompt.roles[k] ? roleName(prompt.roles[k]) : null },
         tokenChip(token, { title: null }), prompt.roles[k] && prompt.roles[k] !== prompt.roles[k - 1] ? h('span.role', {}, roleName(prompt.roles[k])) : null))),

@@ -53,6 +53,20 @@ function certificate(made) {
 
 const THEME_KEY = 'ov-circuits-theme';
 
+/** In a notebook the page looks as what stands around it, unless the reader chooses: it asks, and its frame's neighbour answers. */
+function followNotebook() {
+  if (parent === window) return;
+  addEventListener('message', ({ source, data: said }) => {
+    const theme = source === parent ? said?.ovTheme : null;
+    if (themeFrom === 'reader' || (theme !== 'light' && theme !== 'dark')) return;
+    themeFrom = 'notebook';
+    if (theme !== document.documentElement.dataset.theme) setTheme(theme);
+  });
+  parent.postMessage('ov-circuits page', '*');
+}
+
+let themeFrom = 'system';
+
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   ramps = null;
@@ -68,6 +82,7 @@ function toggleTheme() {
   const theme = document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark';
   // In a notebook frame or a private window there is no storage; the choice then lasts as long as the page.
   try { localStorage.setItem(THEME_KEY, theme); } catch { /* nothing to keep it in */ }
+  themeFrom = 'reader';
   setTheme(theme);
 }
 
@@ -132,10 +147,16 @@ function show(route) {
   scrollTo(0, route.name === 'atlas' ? atlasScroll : Math.min(scrollY, main.offsetTop - 16));
 }
 
+/** The table that stands in for the page, and why. */
+function showTable(why) {
+  document.querySelector('.static p').textContent = why;
+  document.documentElement.classList.remove('js');
+}
+
 async function start() {
   const page = document.getElementById('page');
   if (typeof DecompressionStream === 'undefined') {
-    page.replaceChildren(h('p.loading', {}, 'This page needs a browser of 2023 or later: it unpacks its data with DecompressionStream.'));
+    showTable('This page needs a browser of 2023 or later, to unpack its data with DecompressionStream. Here is the table of heads alone.');
     return;
   }
   data = prepare(JSON.parse(await blockText('core')));
@@ -172,7 +193,7 @@ async function start() {
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', (event) => {
     let kept = null;
     try { kept = localStorage.getItem(THEME_KEY); } catch { /* no storage */ }
-    if (!kept) setTheme(event.matches ? 'dark' : 'light');
+    if (!kept && themeFrom === 'system') setTheme(event.matches ? 'dark' : 'light');
   });
   // Paper is light. The choice of the reader comes back after.
   let onScreen = null;
@@ -180,10 +201,12 @@ async function start() {
   addEventListener('afterprint', () => { if (onScreen === 'dark') setTheme('dark'); });
 
   show(parseRoute(location.hash));
+  followNotebook();
+  document.querySelector('.static').remove();
   document.documentElement.dataset.ready = 'true';
 }
 
 start().catch((error) => {
-  document.getElementById('page').replaceChildren(h('p.loading', { role: 'alert' }, `This page could not be read: ${error.message}`));
+  showTable(`This page could not be read (${error.message}). Here is the table of heads alone.`);
   throw error;
 });
