@@ -68,9 +68,9 @@ def head_html(head: Head) -> str:
     ]
     full = card["eigenvalues_full"]
     pictures = [
-        _figure("Singular values; grey: range by chance", _spectrum_svg(card)),
-        _figure("Eigenvalues, residual space", _plane_svg(card["eigenvalues_ov"])),
-        *([_figure("Eigenvalues, vocabulary", _plane_svg(full))] if full else []),
+        _figure(*_spectrum_svg(card)),
+        _figure(*_plane_svg(card["eigenvalues_ov"], "residual space")),
+        *([_figure(*_plane_svg(full, "vocabulary"))] if full else []),
     ]
     scores = [
         (_e(score.label), _number(row[key]), _number(row.get(f"{key}_z"), "+.2g"))
@@ -249,10 +249,11 @@ def _directions_table(card: dict[str, Any], table: list[str]) -> str:
 
 
 def _figure(caption: str, svg: str) -> str:
+    """Notebooks that are not trusted leave pictures out: a caption says in numbers what its picture shows."""
     return f"<figure><figcaption>{_e(caption)}</figcaption>{svg}</figure>"
 
 
-def _spectrum_svg(card: dict[str, Any], width: int = 320, height: int = 150) -> str:
+def _spectrum_svg(card: dict[str, Any], width: int = 320, height: int = 150) -> tuple[str, str]:
     values, low, high = card["singular_values"], card["null_low"], card["null_high"]
     top = max([*values, *high]) or 1.0
     step = width / len(values)
@@ -268,13 +269,13 @@ def _spectrum_svg(card: dict[str, Any], width: int = 320, height: int = 150) -> 
     edge = [f"{x},{y(v)}" for x, v in zip(middle, high, strict=True)]
     edge += [f"{x},{y(v)}" for x, v in zip(reversed(middle), reversed(low), strict=True)]
     label = f"{len(values)} singular values from {_number(values[0])} to {_number(values[-1])}"
-    return (
+    return f"{label}; grey: range by chance", (
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
         f'{bars}<polygon points="{" ".join(edge)}" fill="gray" fill-opacity="0.35" stroke="gray"/></svg>'
     )
 
 
-def _plane_svg(points: list[list[float]], size: int = 150) -> str:
+def _plane_svg(points: list[list[float]], space: str, size: int = 150) -> tuple[str, str]:
     reach = 1.1 * max(1e-12, *(math.hypot(*point) for point in points))
     half = size / 2
 
@@ -283,9 +284,9 @@ def _plane_svg(points: list[list[float]], size: int = 150) -> str:
         return f'<circle cx="{half + half * real / reach:.1f}" cy="{half - half * imaginary / reach:.1f}" r="3" fill="{colour}"/>'
 
     axes = f'<path d="M0 {half}H{size}M{half} 0V{size}" stroke="gray" stroke-opacity="0.5"/>'
-    label = f"{len(points)} eigenvalues, sizes up to {_number(reach / 1.1)}"
+    label = f"{len(points)} eigenvalues, {space}, sizes up to {_number(reach / 1.1)}"
     dots = "".join(dot(*point) for point in points)
-    return f'<svg width="{size}" height="{size}" role="img" aria-label="{label}">{axes}{dots}</svg>'
+    return label, f'<svg width="{size}" height="{size}" role="img" aria-label="{label}">{axes}{dots}</svg>'
 
 
 def _map_table(board: pd.DataFrame, key: str, label: str) -> str:

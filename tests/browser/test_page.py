@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -160,7 +162,6 @@ FILTERS = [
 
 WRONG_FILTERS = [
     ("copyng > 1", "no score “copyng”"),
-    ("copying > 0.8", "could be"),
     ("layer >", "missing before the end"),
     ("(layer > 1", "not closed"),
     ("layer > 1 layer", "join parts with and, or"),
@@ -187,6 +188,10 @@ def test_filter(tab, pages):
         assert says in page.inner_text("#filter-message"), text
         assert page.get_attribute("#filter", "aria-invalid") == "true"
         assert shown_heads(page) == HEADS
+    # A part of several names: the first is taken, and said.
+    page.fill("#filter", "copying > 0.1 and layer > 0")
+    assert page.inner_text("#filter-message").startswith("“copying” is taken for eigen_copying_ov; eigen_copying_full,")
+    assert shown_heads(page) == sum(v > 0.1 and i >= 6 for i, v in enumerate(values))
     # A head that does not have the score satisfies no comparison.
     page.fill("#filter", "composition_k_z > -1000 or composition_k_z < -1000")
     assert shown_heads(page) == HEADS - 1
@@ -215,7 +220,12 @@ def test_token_search(tab, pages):
             for d in card["directions"]
             for end in ("plus", "minus")
         ]
-        return {i for i, reads, writes in ends if test(reads, writes)}
+        pairs = [
+            (i, {words[source]}, {words[output]})
+            for i, card in enumerate(payload["cards"])
+            for source, output, _ in (card["pairs"] or {"positive": []})["positive"]
+        ]
+        return {i for i, reads, writes in [*ends, *pairs] if test(reads, writes)}
 
     page = tab().open(pages())
     page.fill("#search-reads", '" Paris"')
@@ -225,6 +235,13 @@ def test_token_search(tab, pages):
     page.fill("#search-writes", "mary")
     wanted = heads(lambda reads, writes: " Paris" in reads and " Mary" in writes)
     page.wait_for_function("n => document.querySelectorAll('.map-panel .cell:not(.dim)').length === n", arg=len(wanted))
+    # A head's strongest pair, found whole; pairs come first.
+    source, output, value = payload["cards"][2]["pairs"]["positive"][0]
+    page.fill("#search-reads", f'"{payload["tokens"][source]}"')
+    page.fill("#search-writes", f'"{payload["tokens"][output]}"')
+    wanted = heads(lambda reads, writes: payload["tokens"][source] in reads and payload["tokens"][output] in writes)
+    page.wait_for_function("n => document.querySelectorAll('.map-panel .cell:not(.dim)').length === n", arg=len(wanted))
+    assert f"pair, +{value:.3g}"[:8] in page.locator(".hits li").first.inner_text()
     page.fill("#search-reads", "no such token")
     page.wait_for_function("() => document.querySelector('.results').textContent.includes('No direction')")
     page.click("text=Show all >> nth=0")
@@ -519,6 +536,25 @@ def test_a_prompt_set_has_means_with_intervals_by_role(tab, pages):
         assert ends == pytest.approx([values["low"][order[0]], values["high"][order[0]]], abs=0.006)
         assert row.locator(".whisker").count() == 1
     assert "2 whose answer is <several> tokens" in page.inner_text(".prompt > header")
+
+
+def test_a_deep_models_other_components_are_folded(tab, tmp_path):
+    payload = make_payload()
+    rows = [
+        {"name": f"MLP {k}", "mean": 0.01 * (k if k % 2 else -k), "low": -0.1, "high": 0.2} for k in range(20)
+    ]
+    payload["prompt_set"]["others"] = rows
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path, "#set")
+    page.wait_for_selector(".set-others .whiskers")
+    shown = page.locator(".set-others tbody th").all_text_contents()
+    assert shown == [*(f"MLP {k}" for k in range(10, 20)), "The other 10"]
+    assert page.inner_text(".set-others tbody tr >> nth=-1 >> .num >> nth=0") == "+0.050"
+    page.click(".set-others button")
+    assert page.locator(".set-others tbody th").all_text_contents() == [row["name"] for row in rows]
+    page.click(".set-others button")
+    assert page.locator(".set-others tbody tr").count() == 11
 
 
 def test_a_continuation_goes_step_by_step(tab, pages):
@@ -851,7 +887,77 @@ def test_without_scripts_a_table_is_shown(tab, pages):
     one.page.goto(pages().as_uri())
     assert one.page.locator(".static tbody tr").count() == HEADS
     assert one.page.locator(".static").is_visible() and one.page.locator("#page").is_hidden()
-    assert one.page.locator("noscript :is(script, textarea, b)").count() == 0
+    assert one.page.locator(".static :is(script, textarea, b)").count() == 0
+
+
+# Where notebooks put an output: the frame's sandbox, the policy of the document in it, and whether scripts run there. VS Code's
+# policy is that of its notebook webview; Colab gives outputs an origin of their own; the others are stricter than any of them.
+HOSTS = {
+    "VS Code": (
+        "allow-scripts allow-same-origin allow-forms allow-pointer-lock allow-downloads",
+        "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src https: http: data:; "
+        "font-src https:; connect-src https:; child-src https: data: blob:",
+        True,
+    ),
+    "Colab": ("allow-downloads allow-forms allow-pointer-lock allow-popups allow-scripts", "", True),
+    "no scripts": ("", "", False),
+    "scripts forbidden": ("allow-scripts", "script-src 'none'", False),
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_in_a_notebooks_sandbox_it_works_or_shows_its_table(browser, tmp_path, host):
+    sandbox, policy, works = HOSTS[host]
+    shown = "".join(
+        Dashboard(make_payload(n_layers=2, n_heads=2, seed=seed))._repr_html_() for seed in (1, 2)
+    )
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">' if policy else ""
+    inner = f'<!doctype html>{meta}<body style="color:#ccc;background:#222">{shown}'
+    outer = f'<!doctype html><meta charset=utf-8><title>n</title><iframe style="width:1200px;height:2400px" sandbox="{sandbox}"'
+    path = tmp_path / "notebook.html"
+    path.write_text(f'{outer} srcdoc="{html.escape(inner)}"></iframe>', "utf-8")
+    one = Tab(browser)
+    one.page.goto(path.as_uri())
+    output = one.page.frame_locator("iframe")
+    for k in range(2):
+        frame = output.frame_locator(f".ov-frame >> nth={k}")
+        assert output.locator(".ov-instead").nth(k).is_hidden()
+        if not works:
+            frame.locator(".static tbody tr >> nth=3").wait_for()
+            assert frame.locator("#page").is_hidden()
+            continue
+        frame.locator(".scatter-panel .chart.drawn").wait_for()
+        frame.locator(".map-panel .cell >> nth=3").click()
+        frame.locator(".heat canvas >> nth=0").wait_for()
+        assert frame.locator("h2").inner_text() == "Head 1.1"
+        # Light by the system, dark by the notebook around it; the reader's choice is the last word.
+        frame.locator("html[data-theme=dark]").wait_for()
+        frame.locator("#theme").click()
+        frame.locator("html[data-theme=light]").wait_for()
+        frame.locator("text=← Atlas").click()
+        frame.locator("#filter").fill("layer > 0")
+        assert frame.locator(".map-panel .cell:not(.dim)").count() == 2
+    if works:
+        output.locator("body").evaluate("body => { body.style.color = '#111'; }")
+        output.locator("body").evaluate("() => new Promise((done) => setTimeout(done, 400))")
+        assert output.frame_locator(".ov-frame >> nth=0").locator("html").get_attribute("data-theme") == "light"
+        # Chromium remarks on VS Code's own frame.
+        assert [said for said in one.complaints if "can escape its sandboxing" not in said] == []
+    assert one.requests == []
+    one.context.close()
+
+
+def test_a_notebook_that_is_not_trusted_shows_the_table(tab, tmp_path):
+    """JupyterLab and GitHub take styles, scripts and frames out of outputs that they do not trust."""
+    shown = Dashboard(make_payload(n_layers=2, n_heads=2))._repr_html_()
+    kept = re.sub(r"<(style|script|iframe)\b.*?</\1>", "", shown, flags=re.DOTALL)
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8><title>n</title>{kept}", "utf-8")
+    page = tab().page
+    page.goto(path.as_uri())
+    assert page.locator(".ov-instead").is_visible() and page.locator("iframe, script, style").count() == 0
+    assert page.locator(".ov-instead tbody tr").count() == 4
+    assert "trusted notebook" in page.inner_text(".ov-instead")
 
 
 def test_save_writes_the_whole_page(tmp_path):

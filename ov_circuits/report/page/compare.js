@@ -3,7 +3,8 @@ function compareView(heads) {
   const node = h('div.compare', {}, h('nav.card-nav', { 'aria-label': 'Heads' }, h('a', { href: '#', data: { nav: 'atlas' } }, '← Atlas')),
     h('h2', {}, heads.length ? `Heads ${heads.map(data.label).join(', ')}` : 'No heads to compare'), place);
   const draw = async () => {
-    const cards = await data.cards();
+    const [cards, composition, spaces] = await Promise.all([data.cards(), data.composition(), data.spaces()]);
+    const patterns = await Promise.all(heads.map((i) => (data.prompt?.pattern ? arrayRow(data.prompt.pattern, i) : null)));
     const columns = heads.map((i) => h('article.compare-card', {},
       h('h3', {}, headLink(i, { text: `Head ${data.label(i)}`, className: 'plain-link' })),
       cards[i].singular_values.length ? [spark(cards[i].singular_values), h('p.soft', {}, spectrumSentence(cards[i]))] : h('p.absent', {}, 'The weights of this head hold NaN or infinity.'),
@@ -13,6 +14,8 @@ function compareView(heads) {
         ['plus', 'minus'].map((end) => h('div.chips', {}, h('span.sign', {}, end === 'plus' ? '+' : MINUS),
           d.reads[end].slice(0, 4).map(([token]) => tokenChip(data.tokens[token])), h('span.soft', {}, '→'),
           d.writes[end].slice(0, 4).map(([token]) => tokenChip(data.tokens[token]))))))));
+    const attention = patterns[0] ? h('section', {}, h('h3', {}, 'Attention on the prompt'), h('div.compare-cards', {}, heads.map((i, k) => h('figure', {}, h('figcaption', {}, headLink(i)),
+      heatmap(data.prompt.tokens, patterns[k], { scale: makeScale(0, 1, false), label: `Attention pattern of head ${data.label(i)}`, say: 'attention' }))))) : null;
     const rows = [];
     let group = null;
     for (const score of data.scores) {
@@ -22,12 +25,27 @@ function compareView(heads) {
         return h('td.num', {}, isNumber(v) ? h('span.swatch', { style: { background: data.scale(score.key).at(v).css } }) : null, formatIn(data.scale(score.key), v));
       })));
     }
-    place.replaceChildren(h('div.compare-cards', {}, columns),
+    place.replaceChildren(h('div.compare-cards', {}, columns), betweenHeads(heads, composition, spaces) ?? '', attention ?? '',
       h('section', {}, h('h3', {}, 'Scores'), h('div.scroll', { tabindex: '0', role: 'group', 'aria-label': 'Scores side by side' }, h('table.scores', {},
         h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, 'Score'), heads.map((i) => h('th.num', { scope: 'col' }, data.label(i))))), h('tbody', {}, rows)))));
     updateTray();
   };
   return { node, title: 'Comparison', update: draw, focus: 'h2' };
+}
+
+/** What the chosen heads have to do with each other, as far as the file holds it: each pair's paths and shared write directions. */
+function betweenHeads(heads, composition, spaces) {
+  if (!composition && !spaces?.neighbours) return null;
+  const chosen = new Set(heads);
+  const paths = (composition?.paths ?? []).filter((path) => chosen.has(path.from) && chosen.has(path.to));
+  const shared = heads.flatMap((i) => (spaces?.neighbours?.[i] ?? []).filter(([other]) => chosen.has(other) && (i < other || !spaces.neighbours[other].some(([back]) => back === i)))
+    .map(([other, value, , z]) => ({ i, other, value, z })));
+  const items = [
+    ...paths.map((path) => [headLink(path.from), ' feeds ', headLink(path.to), ' by ', kindBadge(path.kind), ` ${format(path.value)}, z ${format(path.paired, { sign: true, digits: 2 })}`]),
+    ...shared.map(({ i, other, value, z }) => [headLink(i), ' and ', headLink(other), ` share ${format(value)} write directions, z ${format(z, { sign: true, digits: 2 })}`]),
+  ];
+  return h('section', {}, h('h3', {}, 'Between them'), items.length ? h('ul.between', {}, items.map((item) => h('li', {}, item)))
+    : h('p.soft', {}, 'No path between these heads is among each head’s strongest, nor do they share most write directions.'));
 }
 
 const tray = h('div.tray', { role: 'region', 'aria-label': 'Comparison', hidden: true });

@@ -20,6 +20,7 @@ function headView(i) {
           data.grouped ? [` · key/value head ${data.groupOf(i)}, shared with `, siblings.map((k, n) => [n ? ', ' : '', headLink(k)])] : null),
         compareButton),
       body));
+  // What is drawn in colours of the theme: drawn again when that changes.
   const charts = [];
   function update() {
     map.update();
@@ -32,6 +33,7 @@ function headView(i) {
     const head = { i, label, card, composition, spaces, examples, charts, onPrompt: data.prompt ? promptOnCard(i) : null };
     const sections = card.singular_values.length ? CARD_SECTIONS : [notFinite, promptStripSection, promptSection];
     body.replaceChildren(...sections.map((make) => make(head)).filter(Boolean));
+    if (head.onPrompt) charts.push(head.onPrompt.draw);
     update();
   });
   return { node, title: `Head ${label}`, update, focus: 'h2' };

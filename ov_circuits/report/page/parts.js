@@ -189,12 +189,9 @@ function tokenBars(tokens, values, { diverging, label, say }) {
   ]));
 }
 
-/** A square of destination rows and source columns, drawn on a canvas so that long prompts stay light. */
-function heatmap(tokens, matrix, { scale, label, say }) {
-  const n = tokens.length;
-  const size = n <= 14 ? 26 : n <= 24 ? 20 : n <= 40 ? 14 : n <= 80 ? 10 : Math.max(2, Math.floor(640 / n));
-  const every = Math.ceil(12 / size);
-  const canvas = h('canvas', { width: n, height: n, role: 'img', 'aria-label': label, style: { width: `${n * size}px`, height: `${n * size}px` } });
+/** A square of destination rows and source columns, drawn on a canvas so that long prompts stay light; `side` is in pixels. */
+function square(n, matrix, { scale, label, side }) {
+  const canvas = h('canvas', { width: n, height: n, role: 'img', 'aria-label': label, style: { width: `${side}px`, height: `${side}px` } });
   const context = canvas.getContext('2d');
   const image = context.createImageData(n, n);
   for (let t = 0; t < n; t++) {
@@ -204,6 +201,15 @@ function heatmap(tokens, matrix, { scale, label, say }) {
     }
   }
   context.putImageData(image, 0, 0);
+  return canvas;
+}
+
+/** The square with its tokens, and a tooltip for each cell. */
+function heatmap(tokens, matrix, { scale, label, say }) {
+  const n = tokens.length;
+  const size = n <= 14 ? 26 : n <= 24 ? 20 : n <= 40 ? 14 : n <= 80 ? 10 : Math.max(2, Math.floor(640 / n));
+  const every = Math.ceil(12 / size);
+  const canvas = square(n, matrix, { scale, label, side: n * size });
   const labels = (kind) => h(`div.${kind}`, { 'aria-hidden': 'true' }, tokens.map((token, k) =>
     k % every ? null : h('div', { style: { [kind === 'heat-rows' ? 'top' : 'left']: `${k * size}px`, '--cell': `${size * every}px` } }, tokenChip(token))));
   const cursor = h('div.heat-cursor', { hidden: true, style: { width: `${size}px`, height: `${size}px` } });

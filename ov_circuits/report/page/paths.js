@@ -86,7 +86,10 @@ function pathList(paths, composition) {
 /** Heads on a grid of layers and heads, paths between them. The list beside it is the same for those who do not see it. */
 function pathGraph(paths, focus) {
   const { meta, nHeads } = data;
-  const [column, row, left, top] = [nHeads > 16 ? 38 : Math.min(110, 670 / nHeads), meta.n_layers > 16 ? 44 : 60, 34, 24];
+  const [row, left, top] = [meta.n_layers > 16 ? 44 : 60, 34, 24];
+  // As wide as its place, between what a head's name needs and what the eye can follow; many heads scroll.
+  const room = main.clientWidth > 1020 ? 0.54 * main.clientWidth : main.clientWidth;
+  const column = Math.min(110, Math.max(38, (room - left) / nHeads));
   // Layers without a path are drawn close together.
   const used = new Set(paths.flatMap((path) => [data.layerOf(path.from), data.layerOf(path.to)]));
   const tall = Array.from({ length: meta.n_layers }, (_, l) => (used.has(l) ? row : 15));

@@ -37,12 +37,13 @@ function quantity() {
 function promptOnCard(i) {
   const strip = h('div.card-strip');
   const place = h('div', {}, h('p.loading', {}, 'Reading the arrays in this file …'));
-  promptOfHead(i).then(({ sources, parts }) => {
+  async function draw() {
+    const { sources, parts } = await promptOfHead(i);
     strip.replaceChildren(stripWithLegend(sources, sources
       ? `Prompt, coloured by the attribution that flows through head ${data.label(i)}` : 'Prompt'));
     place.replaceChildren(parts);
-  });
-  return { strip, section: h('section', {}, h('h3', {}, 'On the prompt'), place) };
+  }
+  return { strip, section: h('section', {}, h('h3', {}, 'On the prompt'), place), draw };
 }
 
 function stripWithLegend(values, label, choice = {}) {
@@ -72,6 +73,18 @@ async function promptOfHead(i) {
   return { sources, parts };
 }
 
+/** The attention patterns of a layer's heads, small and side by side; one of them is chosen. */
+async function layerPatterns(current, choose) {
+  const { prompt } = data;
+  const first = data.layerOf(current) * data.nHeads;
+  const heads = Array.from({ length: data.nHeads }, (_, k) => first + k);
+  const patterns = await Promise.all(heads.map((i) => arrayRow(prompt.pattern, i)));
+  const scale = makeScale(0, 1, false);
+  return h('div.patterns', { role: 'group', 'aria-label': `Attention of the heads of layer ${data.layerOf(current)}` }, heads.map((i, k) => h('button.pattern', {
+    type: 'button', 'aria-pressed': String(i === current), data: { key: i }, onclick: () => choose(i),
+  }, square(prompt.tokens.length, patterns[k], { scale, label: '', side: 68 }), h('span', {}, h('span.visually-hidden', {}, 'Head '), data.label(i)))));
+}
+
 const nameOf = (component) => data.prompt.component_names?.[component] ?? component;
 const IN_LAYER = { head: 'heads', value_bias: 'value biases', b_O: 'output bias', mlp: 'MLP', post_norm: 'post-norm' };
 
@@ -91,6 +104,7 @@ function accountRows(components, by) {
 function strongestOf(layer) {
   const values = data.prompt.head_value;
   let best = layer * data.nHeads;
+  if (!values) return best;
   for (let i = best; i < (layer + 1) * data.nHeads; i++) if (Math.abs(values[i]) > Math.abs(values[best])) best = i;
   return best;
 }
@@ -136,14 +150,24 @@ function promptView() {
     account.replaceChildren(accountTable());
     for (const button of toggle.children) button.setAttribute('aria-pressed', String(button.dataset.by === state.accountBy));
   }
-  const headChoice = h('select', {
-    id: 'prompt-head', onchange: (event) => { state.promptHead = Number(event.target.value); drawHead(); },
-  }, Array.from({ length: data.count }, (_, i) => h('option', { value: i, selected: i === state.promptHead }, data.label(i))));
+  const headChoice = h('select', { id: 'prompt-head', onchange: (event) => chooseHead(Number(event.target.value)) },
+    Array.from({ length: data.count }, (_, i) => h('option', { value: i, selected: i === state.promptHead }, data.label(i))));
+  const layerChoice = h('select', { id: 'prompt-layer', onchange: (event) => chooseHead(strongestOf(Number(event.target.value))) },
+    Array.from({ length: data.meta.n_layers }, (_, layer) => h('option', { value: layer }, String(layer))));
+  function chooseHead(i) {
+    state.promptHead = i;
+    drawHead();
+  }
+  const layerPlace = h('div');
   async function drawHead() {
     const i = state.promptHead;
     headChoice.value = String(i);
-    const { parts } = await promptOfHead(i);
+    layerChoice.value = String(data.layerOf(i));
+    const [{ parts }, patterns] = await Promise.all([promptOfHead(i), prompt.pattern ? layerPatterns(i, chooseHead) : null]);
     if (i !== state.promptHead) return;
+    const focused = layerPlace.contains(document.activeElement);
+    layerPlace.replaceChildren(patterns ?? '');
+    if (focused) layerPlace.querySelector('[aria-pressed="true"]').focus();
     chosen.replaceChildren(parts, h('p', {}, headLink(i, { text: `All of head ${data.label(i)} ›`, className: 'plain-link' })));
   }
   const ranking = (title, list) => list.length ? h('div', {}, h('h4', {}, title), h('ol.ranking', {}, list.map(([v, i]) =>
@@ -186,7 +210,8 @@ function promptView() {
       h('section', {}, h('h3', {}, 'The account'), h('p.lead', {}, ['Every part of the model that adds to the ', quantity(), ', through the final norm at its actual scale. This is the direct effect: what later layers would make up for is not in it.']), toggle, account),
       map ? h('section', {}, h('h3', {}, 'Heads'), mapLead, map.node, legendPlace, rankings) : null) : null,
     ablation?.node,
-    h('section', {}, h('h3', {}, 'One head on this prompt'), h('div.field', {}, h('label', { for: 'prompt-head' }, 'Head'), headChoice), chosen), received?.node);
+    h('section', {}, h('h3', {}, 'One head on this prompt'), h('div.prompt-choice', {}, h('div.field', {}, h('label', { for: 'prompt-layer' }, 'Layer'), layerChoice), h('div.field', {}, h('label', { for: 'prompt-head' }, 'Head'), headChoice)),
+      layerPlace, chosen), received?.node);
   function update() {
     drawMap();
     if (explained) drawAccount();
