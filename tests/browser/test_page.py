@@ -269,6 +269,18 @@ def test_comparison(tab, pages):
     assert page.inner_text("h2") == "Heads 0.3, 1.2"
     assert page.locator(".compare-card").count() == 2
     assert page.url.endswith("#compare/0.3,1.2")
+    assert page.locator(".compare .heat canvas").count() == 2
+
+
+def test_compared_heads_tell_what_they_have_to_do_with_each_other(tab, pages):
+    section = make_payload()["composition"]
+    sender, receiver = section["sender"][0], section["receiver"][0]
+    page = tab().open(pages(), f"#compare/{shown_label(receiver)},{shown_label(sender)}")
+    page.wait_for_selector(".between")
+    wanted = sum(pair == (sender, receiver) for pair in zip(section["sender"], section["receiver"], strict=True))
+    feeds = page.locator(".between li", has_text=f"{shown_label(sender)} feeds {shown_label(receiver)}")
+    assert feeds.count() == wanted >= 1
+    assert f"by {section['kind'][0]}" in feeds.first.inner_text()
 
 
 def test_card(tab, pages):
@@ -476,6 +488,38 @@ def test_a_source_token_is_decomposed_by_head(tab, pages):
     assert "from ·John, position 4" in label
     page.click("text=All tokens")
     page.wait_for_selector(".prompt-columns .lead:has-text('from its source tokens')")
+
+
+def test_the_patterns_of_a_layer_stand_side_by_side(tab, pages):
+    page = tab().open(pages(), "#prompt")
+    page.wait_for_selector(".pattern")
+    values = np.abs(make_payload()["prompt"]["head_value"])
+    best = int(values.argmax())
+    assert page.locator(".pattern > span").all_inner_texts()[best % 6].endswith(shown_label(best))
+    assert page.get_attribute(f".pattern[data-key='{best}']", "aria-pressed") == "true"
+    other = best - best % 6 + (best + 1) % 6
+    page.click(f".pattern[data-key='{other}']")
+    page.wait_for_selector(f".pattern[data-key='{other}'][aria-pressed=true]")
+    assert page.input_value("#prompt-head") == str(other)
+    page.wait_for_selector(f"canvas[aria-label='Attention pattern of head {shown_label(other)}']")
+    # Another layer opens at the head that moves the answer most there.
+    layer = (best // 6 + 1) % 4
+    page.select_option("#prompt-layer", str(layer))
+    strongest = layer * 6 + int(values[layer * 6 : layer * 6 + 6].argmax())
+    page.wait_for_selector(f".pattern[data-key='{strongest}'][aria-pressed=true]")
+    assert page.locator(".pattern").count() == 6
+
+
+def test_a_card_is_drawn_anew_in_the_other_theme(tab, pages):
+    page = tab().open(pages(), "#1.2")
+    corner = """() => [...document.querySelector('.heat canvas').getContext('2d').getImageData(0, 0, 1, 1).data]"""
+    page.wait_for_selector(".heat canvas")
+    light = page.evaluate(corner)
+    page.evaluate("document.querySelector('.heat canvas').dataset.old = 1")
+    page.click("#theme")
+    page.wait_for_selector(".heat canvas:not([data-old])")
+    dark = page.evaluate(corner)
+    assert sum(light[:3]) < sum(dark[:3]), "full attention is dark on a light page, light on a dark one"
 
 
 def test_ablation_stands_beside_attribution(tab, pages):

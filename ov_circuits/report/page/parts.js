@@ -191,7 +191,9 @@ function tokenBars(tokens, values, { diverging, label, say }) {
 
 /** A square of destination rows and source columns, drawn on a canvas so that long prompts stay light; `side` is in pixels. */
 function square(n, matrix, { scale, label, side }) {
-  const canvas = h('canvas', { width: n, height: n, role: 'img', 'aria-label': label, style: { width: `${side}px`, height: `${side}px` } });
+  // Without a label it is beside words that say the same.
+  const told = label ? { role: 'img', 'aria-label': label } : { 'aria-hidden': 'true' };
+  const canvas = h('canvas', { width: n, height: n, ...told, style: { width: `${side}px`, height: `${side}px` } });
   const context = canvas.getContext('2d');
   const image = context.createImageData(n, n);
   for (let t = 0; t < n; t++) {
