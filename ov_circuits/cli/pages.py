@@ -64,6 +64,15 @@ def report(
             help="How many heads have their strongest token pairs read: up to a second a head. Default: as fit into 20 s.",
         ),
     ] = None,
+    token_pair: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            "--token-pair",
+            metavar="SOURCE OUTPUT",
+            show_default=False,
+            help="Who writes OUTPUT when it sees SOURCE? Every head's entry of the full OV circuit, and its rank.",
+        ),
+    ] = None,
     paths: Annotated[
         bool, typer.Option("--paths/--no-paths", help="Whether to work out composition of all pairs.")
     ] = True,
@@ -162,6 +171,7 @@ def report(
             ablation=_count_or_all(ablate, "--ablate"),
             prompts=prompts,
             generation=generation,
+            token_pairs=[token_pair] if token_pair else (),
         )
         if file is not None:
             Dashboard(payload(results)).save(file)

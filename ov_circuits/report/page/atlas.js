@@ -208,7 +208,7 @@ function searchResults({ found: all }) {
   if (all.length && !found.length) return h('p.soft', {}, 'Heads that read or write such a token are there, but the filter or the box on the scatter leaves none of them.');
   if (!found.length) {
     return h('p.soft', {}, 'No direction or pair shown on a card reads or writes such a token. Only the strongest tokens of each are kept in this file; ',
-      'of two tokens that you name, ', h('code', {}, 'ov.dashboard(model, token_pairs=[(" France", " Paris")])'), ' puts every head’s exact entry on the map.');
+      'of two tokens that you name, ', h('code', {}, 'report --token-pair " France" " Paris"'), ' puts every head’s exact entry on the map.');
   }
   return h('div', {},
     h('p.soft', {}, `${plural(found.length, 'place')} in ${plural(heads.size, 'head')}${found.length > LIMIT ? `; the first ${LIMIT}` : ''}: pairs, then directions, the strongest first`),
