@@ -176,7 +176,9 @@ def main_figures(results: Results) -> dict[str, go.Figure]:
     """The figures of a report by name: the model's, the prompt's and the text's, and those of the head that stands out most."""
     board, model = results.board, results.model
     keys = [key for key in SCORES if key in board]
-    found = {f"map-{key}": figures.head_map(board, key) for key in [*keys[:1], *(key for key in BEHAVIOURS if key in board)]}
+    found = {
+        f"map-{key}": figures.head_map(board, key) for key in [*keys[:1], *(key for key in BEHAVIOURS if key in board)]
+    }
     if {"ov_frobenius_norm"} < set(keys):
         found["scatter"] = figures.score_scatter(board, "ov_frobenius_norm", keys[0])
     for space in ("write", "read"):

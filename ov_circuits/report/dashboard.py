@@ -60,7 +60,10 @@ _THEME_SCRIPT = (
 )
 # What stands around the page in a notebook. Where the notebook is not trusted, or is shown by a site that lets no frame
 # through, frame, style and script are taken out, and the table beside them is what is left.
-_FRAME_STYLE = ".ov-frame{width:100%;height:860px;border:1px solid rgb(128 128 128/.4);border-radius:6px}.ov-frame~.ov-instead{display:none}"
+_FRAME_STYLE = (
+    ".ov-frame{width:100%;height:860px;border:1px solid rgb(128 128 128/.4);border-radius:6px}"
+    ".ov-frame~.ov-instead{display:none}"
+)
 # The frame cannot see the notebook: it asks, and is told whether the text around it is light or dark, now and when that changes.
 _FRAME_SCRIPT = """(() => {
 const frame = document.currentScript.previousElementSibling;

@@ -425,7 +425,9 @@ def means(attribution: pd.DataFrame, n: int = 24) -> go.Figure:
     facts = attribution.attrs
     note = f"<br><sup>{facts['prompts']} prompts; lines are {100 * facts['level']:.0f} % intervals, {facts['interval']}</sup>"
     _finish(figure, f"Means over the prompts of {_plain(str(facts['set']))}{note}", x=_quantity(attribution), y="")
-    return figure.update_layout(yaxis={"autorange": "reversed", **_ticks(names)}, height=150 + 22 * len(rows), bargap=0.3)
+    return figure.update_layout(
+        yaxis={"autorange": "reversed", **_ticks(names)}, height=150 + 22 * len(rows), bargap=0.3
+    )
 
 
 def distances(distributions: pd.DataFrame, head: str) -> go.Figure:
@@ -452,7 +454,9 @@ def distances(distributions: pd.DataFrame, head: str) -> go.Figure:
         )
     )
     _finish(figure, f"Attention of head {_plain(head)} by distance", x="tokens back", y="share of attention")
-    return figure.update_layout(xaxis=_ticks(rows["bin"]), yaxis={"tickformat": ".0%", "rangemode": "tozero"}, bargap=0.25)
+    return figure.update_layout(
+        xaxis=_ticks(rows["bin"]), yaxis={"tickformat": ".0%", "rangemode": "tozero"}, bargap=0.25
+    )
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ _STYLE = """<style>
 .ov-box th,.ov-box td{border:0;border-top:1px solid rgba(128,128,128,.3)}
 .ov-box thead th{border:0;font-weight:500;opacity:.72;vertical-align:bottom}
 .ov-box .ov-num{text-align:right!important;font-variant-numeric:tabular-nums;white-space:nowrap}
-.ov-box .ov-map td,.ov-box .ov-map th{padding:0 4px;border:1px solid transparent;text-align:center!important;font-size:11px;min-width:30px}
+.ov-box .ov-map td,.ov-box .ov-map th{padding:0 4px;border:1px solid transparent;font-size:11px;min-width:30px}
+.ov-box .ov-map td,.ov-box .ov-map th{text-align:center!important}
 .ov-box .ov-row{display:flex;flex-wrap:wrap;gap:8px 40px}
 .ov-box .ov-scroll{overflow-x:auto}.ov-box .ov-scroll td{white-space:nowrap}
 .ov-box figure{margin:.5em 0}.ov-box figcaption{font-size:12.5px;opacity:.72}
@@ -240,7 +241,9 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterab
 def _directions_table(card: dict[str, Any], table: list[str]) -> str:
     rows = []
     for k, direction in enumerate(card["directions"] or [], start=1):
-        share = f"{k}: {_number(direction['value'])}, {100 * direction['energy']:.0f} %".replace(" ", "\N{NO-BREAK SPACE}")
+        share = f"{k}: {_number(direction['value'])}, {100 * direction['energy']:.0f} %".replace(
+            " ", "\N{NO-BREAK SPACE}"
+        )
         flag = "" if direction["separable"] else '<br><span class="ov-soft">not separable: read the span</span>'
         for end, sign in (("plus", "+"), ("minus", "\N{MINUS SIGN}")):
             sides = [" ".join(_token(table[int(t)]) for t, _ in direction[side][end]) for side in ("reads", "writes")]

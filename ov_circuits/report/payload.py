@@ -269,19 +269,27 @@ def _entry_scores(place: int, frame: pd.DataFrame) -> Iterator[tuple[dict[str, A
     """The scores that a pair of tokens makes, each with its column."""
     pair = " \N{RIGHTWARDS ARROW} ".join(visible(frame.attrs[side]) for side in ("source", "output"))
     common = {"group": "Token pairs", "range": None, "source": "full OV circuit, Elhage et al. 2021"}
-    yield common | {
-        "key": f"entry_{place}",
-        "label": f"Entry {pair}",
-        "diverging": True,
-        "note": f"What full attention to the first token does to the logit of the second, {pair}, less what it does to the "
-        "average token: an entry of W_E W_V W_O W_U less the mean of its row, up to the norms' scales.",
-    }, "above_mean"
-    yield common | {
-        "key": f"entry_{place}_rank",
-        "label": f"Rank {pair}",
-        "diverging": False,
-        "note": f"Place of the second token among all that the first raises, {pair}; 1 is the most raised.",
-    }, "rank"
+    yield (
+        common
+        | {
+            "key": f"entry_{place}",
+            "label": f"Entry {pair}",
+            "diverging": True,
+            "note": f"What full attention to the first token does to the logit of the second, {pair}, less what it does to the "
+            "average token: an entry of W_E W_V W_O W_U less the mean of its row, up to the norms' scales.",
+        },
+        "above_mean",
+    )
+    yield (
+        common
+        | {
+            "key": f"entry_{place}_rank",
+            "label": f"Rank {pair}",
+            "diverging": False,
+            "note": f"Place of the second token among all that the first raises, {pair}; 1 is the most raised.",
+        },
+        "rank",
+    )
 
 
 def _chance(board: pd.DataFrame, key: str) -> dict[str, Any]:

@@ -69,7 +69,12 @@ def set_section(model: Model, found: PromptSet, frame: pd.DataFrame) -> tuple[di
         "heads": {"mean": means, **_ends(heads, "")},
         "roles": roles,
         "others": [
-            {"name": component_name(row), "mean": number(row["mean"]), "low": number(row["low"]), "high": number(row["high"])}
+            {
+                "name": component_name(row),
+                "mean": number(row["mean"]),
+                "low": number(row["low"]),
+                "high": number(row["high"]),
+            }
             for row in others.to_dict("records")
         ],
         "examples": [_example(model, prompt) for prompt in found.prompts[:_SHOWN]],

@@ -584,9 +584,7 @@ def test_a_prompt_set_has_means_with_intervals_by_role(tab, pages):
 
 def test_a_deep_models_other_components_are_folded(tab, tmp_path):
     payload = make_payload()
-    rows = [
-        {"name": f"MLP {k}", "mean": 0.01 * (k if k % 2 else -k), "low": -0.1, "high": 0.2} for k in range(20)
-    ]
+    rows = [{"name": f"MLP {k}", "mean": 0.01 * (k if k % 2 else -k), "low": -0.1, "high": 0.2} for k in range(20)]
     payload["prompt_set"]["others"] = rows
     path = tmp_path / "page.html"
     path.write_text(Dashboard(payload).html, "utf-8")
@@ -952,9 +950,7 @@ HOSTS = {
 @pytest.mark.parametrize("host", HOSTS)
 def test_in_a_notebooks_sandbox_it_works_or_shows_its_table(browser, tmp_path, host):
     sandbox, policy, works = HOSTS[host]
-    shown = "".join(
-        Dashboard(make_payload(n_layers=2, n_heads=2, seed=seed))._repr_html_() for seed in (1, 2)
-    )
+    shown = "".join(Dashboard(make_payload(n_layers=2, n_heads=2, seed=seed))._repr_html_() for seed in (1, 2))
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">' if policy else ""
     inner = f'<!doctype html>{meta}<body style="color:#ccc;background:#222">{shown}'
     outer = f'<!doctype html><meta charset=utf-8><title>n</title><iframe style="width:1200px;height:2400px" sandbox="{sandbox}"'
