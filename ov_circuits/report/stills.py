@@ -1,7 +1,7 @@
-"""Figures as PNG and SVG: by kaleido where it is installed, otherwise by a Chromium that is on the PATH.
+"""Figures as PNG and SVG: by a Chromium that is on the PATH, otherwise by kaleido.
 
-Plotly draws in a browser alone. All figures go through one start of it, in a page whose random numbers are seeded: plotly names
-parts of a drawing at random, and the same figures should give the same bytes.
+Plotly draws in a browser alone. All figures go through one start of Chromium (kaleido starts one for each picture), in a page whose
+random numbers are seeded: plotly names parts of a drawing at random, and the same figures should give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _NEEDS = "pictures need a browser to draw them: install Chromium, or kaleido (pip install kaleido)"
 _SCALE = 2
-_TIME_LIMIT_S = 180
+# A start of the browser, and a figure, on a machine that has much else to do.
+_START_LIMIT_S, _FIGURE_LIMIT_S = 120, 10
 
 _PAGE = """<!doctype html><meta charset="utf-8"><body><script>
 let state = 1;
@@ -62,12 +63,12 @@ def stills(figures: dict[str, go.Figure]) -> dict[str, bytes]:
     Raises:
         CircuitsError: nothing is there to draw them, or it failed.
     """
-    if _has_kaleido():
-        return _by_kaleido(figures)
     browser = _browser()
-    if browser is None:
+    if browser is not None:
+        return _by_browser(browser, figures)
+    if not _has_kaleido():
         raise CircuitsError(_NEEDS)
-    return _by_browser(browser, figures)
+    return _by_kaleido(figures)
 
 
 def _has_kaleido() -> bool:
@@ -104,6 +105,7 @@ def _by_browser(browser: str, figures: dict[str, go.Figure]) -> dict[str, bytes]
         for k, trace in enumerate(figure["data"]):
             trace["uid"] = f"-{k}"  # plotly would choose one at random
     data = json.dumps(parts).replace("<", "\\u003c")
+    limit = _START_LIMIT_S + _FIGURE_LIMIT_S * len(figures)
     with tempfile.TemporaryDirectory(prefix="ov-circuits-") as folder:
         page = Path(folder) / "figures.html"
         page.write_text(_filled(get_plotlyjs(), data), "utf-8")
@@ -114,14 +116,14 @@ def _by_browser(browser: str, figures: dict[str, go.Figure]) -> dict[str, bytes]
             "--disable-background-networking",
             "--no-first-run",
             f"--user-data-dir={folder}/profile",
-            f"--virtual-time-budget={_TIME_LIMIT_S * 1000}",
+            f"--virtual-time-budget={limit * 1000}",
             "--dump-dom",
             page.as_uri(),
         ]
         if hasattr(os, "geteuid") and os.geteuid() == 0:  # Chromium's sandbox refuses root; the page is our own
             command.insert(1, "--no-sandbox")
         try:
-            run = subprocess.run(command, capture_output=True, timeout=_TIME_LIMIT_S, check=False)
+            run = subprocess.run(command, capture_output=True, timeout=limit, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CircuitsError(f"{browser} did not draw the figures: {error}; {_NEEDS}") from error
     found = re.search(r"<pre>(.*?)</pre>", run.stdout.decode("utf-8", "replace"), re.DOTALL)

@@ -86,7 +86,7 @@ function pathList(paths, composition) {
 /** Heads on a grid of layers and heads, paths between them. The list beside it is the same for those who do not see it. */
 function pathGraph(paths, focus) {
   const { meta, nHeads } = data;
-  const [row, left, top] = [meta.n_layers > 16 ? 44 : 60, 34, 24];
+  const [row, left, top] = [60, 34, 24];
   // As wide as its place, between what a head's name needs and what the eye can follow; many heads scroll.
   const room = main.clientWidth > 1020 ? 0.54 * main.clientWidth : main.clientWidth;
   const column = Math.min(110, Math.max(38, (room - left) / nHeads));
@@ -106,7 +106,7 @@ function pathGraph(paths, focus) {
     const shift = { Q: -7, K: 0, V: 7 }[path.kind];
     const [x1, y1, x2, y2] = [x(path.from) + shift, y(path.from) + 8, x(path.to) + shift, y(path.to) - 8];
     const bend = Math.abs(x2 - x1) < column / 2 && y2 - y1 > row ? 0.45 * column : 0;
-    const d = `M${x1} ${y1}C${x1 + bend} ${y1 + 0.4 * (y2 - y1)} ${x2 + bend} ${y2 - 0.4 * (y2 - y1)} ${x2} ${y2}`;
+    const d = `M${x1} ${y1}C${x1 + bend} ${y1 + 0.55 * (y2 - y1)} ${x2 + bend} ${y2 - 0.55 * (y2 - y1)} ${x2} ${y2}`;
     edges.push(s('g.path', { data: { path: k } },
       s('path.edge-target', { d }), s(`path.edge.edge-${path.kind}`, { d, style: { 'stroke-width': (1 + 2.5 * (path.paired / strongest) ** 2).toFixed(2) } })));
   });
