@@ -14,7 +14,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import Entries
 from ov_circuits.linalg.top_entries import top_entries
 from ov_circuits.model import Head, Model
-from ov_circuits.words import token_id, token_list
+from ov_circuits.words import token_id, token_list, token_text
 
 
 def strongest_token_pairs(model: Model, head: str | Head, k: int = 20) -> pd.DataFrame:
@@ -88,8 +88,8 @@ def token_pair(model: Model, source: str | int, output: str | int) -> pd.DataFra
             "rank": rank.numpy(),
         }
     )
-    names = dict(zip(("source", "output"), token_list(model, [read, wanted]), strict=True))
-    frame.attrs = {"model": model.name, "view": model.view, **names}
+    texts = {"source": token_text(model, read), "output": token_text(model, wanted)}
+    frame.attrs |= {"model": model.name, "view": model.view} | texts
     return frame
 
 
