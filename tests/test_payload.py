@@ -62,6 +62,34 @@ def test_cards_hold_spectra_and_both_ends_of_directions(story):
     assert head_card(head)["directions"][0]["writes"]["minus"][0][0] == texts[0]
 
 
+def test_the_search_knows_more_tokens_of_an_end_than_a_card_shows(story):
+    model, _, payload = story
+    section, card = payload["search"], payload["cards"][3 * model.n_heads + 6]
+    assert len(section["places"]) == model.n_layers * model.n_heads
+    U, _, Vh = torch.linalg.svd((model.head("3.6").W_V @ model.head("3.6").W_O).double())
+    dense = {
+        "reads": model.embedding.tensor().double() @ U[:, 0],
+        "writes": Vh[0] @ model.unembedding.tensor().double().mT,
+    }
+    known = section["places"][3 * model.n_heads + 6][0]
+    for side, along in dense.items():
+        for end in ("plus", "minus"):
+            texts = [section["tokens"][place] for place in known[side][end]]
+            assert len(texts) == 40 and len(set(known[side][end])) == 40
+            assert texts[:8] == [payload["tokens"][place] for place, _ in card["directions"][0][side][end]]
+        # The sign of a pair is free: both ends together are the dense ones.
+        extremes = {frozenset(along.topk(40, largest=largest).indices.tolist()) for largest in (True, False)}
+        named = {
+            frozenset(
+                i
+                for i in range(len(along))
+                if model.tokenizer.text(i) in {section["tokens"][p] for p in known[side][end]}
+            )
+            for end in ("plus", "minus")
+        }
+        assert all(any(wanted <= found for found in named) for wanted in extremes)
+
+
 def test_the_prompt_part_is_the_trace_and_its_ledger(story):
     _, trace, payload = story
     prompt, account = payload["prompt"], trace.ledger(" little", " big")

@@ -16,6 +16,8 @@ from ov_circuits.words import token_text
 
 _DIRECTIONS = 6
 _TOKENS = 8
+# So many tokens of each end are found by the page's search: most tokens of a vocabulary are among them somewhere.
+_SEARCHED = 40
 
 # The card of a head whose weights hold NaN or infinity: nothing of it can be decomposed.
 NO_CARD: dict[str, Any] = {
@@ -44,21 +46,51 @@ class Texts:
         return self._index[token]
 
 
+class Search:
+    """What the page's search of tokens knows: for each head and direction the strongest tokens of each end, in order."""
+
+    def __init__(self, model: Model) -> None:
+        self._texts = Texts(model)
+        self._places: list[list[dict[str, dict[str, list[int]]]]] = []
+
+    def learn(self, found: Directions, finite: list[bool]) -> None:
+        """The heads of the next layer; those that are not finite have no directions."""
+
+        def ends(side: Ends, head: int, k: int) -> dict[str, list[int]]:
+            return {
+                name: [self._texts.index(token) for token in ids[head, k].tolist()]
+                for name, ids in (("plus", side.plus), ("minus", side.minus))
+            }
+
+        for head, whole in enumerate(finite):
+            count = found.values.shape[-1] if whole else 0
+            self._places.append(
+                [{"reads": ends(found.reads, head, k), "writes": ends(found.writes, head, k)} for k in range(count)]
+            )
+
+    def section(self) -> dict[str, Any] | None:
+        """``places`` by head and direction in a table of ``tokens`` of their own; None without embeddings."""
+        return {"tokens": self._texts.table, "places": self._places} if self._places else None
+
+
 def spectrum_draws(model: Model, seed: int) -> Draws:
     """The random rotations behind every spectrum's band."""
     return Draws(model, DRAWS, seed, vocabulary=False)
 
 
 def layer_cards(
-    model: Model, layer: int, texts: Texts, draws: Draws, pairs: dict[str, pd.DataFrame]
+    model: Model, layer: int, texts: Texts, draws: Draws, pairs: dict[str, pd.DataFrame], search: Search | None = None
 ) -> list[dict[str, Any]]:
-    """The cards of one layer's heads."""
+    """The cards of one layer's heads; ``search`` learns their directions' tokens beyond those that a card shows."""
     circuits = LayerCircuits(model, layer)
     finite = model.layer(layer).finite_heads.tolist()
     ov = circuits.ov
     null = LayerDraws(draws, circuits.weights, ov, circuits.qk).singular_values
     full = circuits.full_ov.eigenvalues if model.has_embeddings else None
-    found = directions(model, layer, k=_DIRECTIONS, tokens=_TOKENS) if model.has_embeddings else None
+    tokens = _TOKENS if search is None else _SEARCHED
+    found = directions(model, layer, k=_DIRECTIONS, tokens=tokens) if model.has_embeddings else None
+    if search is not None and found is not None:
+        search.learn(found, finite)
     return [
         {
             "singular_values": numbers(ov.singular_values[head]),
@@ -90,7 +122,7 @@ def _direction_rows(found: Directions, head: int, texts: Texts) -> list[dict[str
 
 def _end_rows(ends: Ends, head: int, k: int, texts: Texts) -> dict[str, list[list[int | float]]]:
     def rows(ids: Tensor, values: Tensor) -> list[list[int | float]]:
-        pairs = zip(ids[head, k].tolist(), values[head, k].tolist(), strict=True)
+        pairs = zip(ids[head, k, :_TOKENS].tolist(), values[head, k, :_TOKENS].tolist(), strict=True)
         return [[texts.index(token), rounded(value)] for token, value in pairs]
 
     return {"plus": rows(ends.plus, ends.plus_values), "minus": rows(ends.minus, ends.minus_values)}

@@ -27,7 +27,7 @@ from typing import Any
 # Six digits are more than any chart can show, and half of what float64 would cost in the file.
 _DIGITS = "%.6g"
 # Sections of the payload in blocks of their own; the page inflates them when they are first looked at.
-_LAZY = ("cards", "composition", "spaces", "examples", "prompt_set", "generation")
+_LAZY = ("cards", "search", "composition", "spaces", "examples", "prompt_set", "generation")
 # The page's script, in the order in which its parts lean on each other; together they are one function's body.
 _SCRIPTS = (
     "blocks.js",  # data blocks of the file

@@ -20,7 +20,7 @@ from ov_circuits.checkpoint.census import census
 from ov_circuits.evidence import columns
 from ov_circuits.model import Model
 from ov_circuits.progress import track
-from ov_circuits.report.cards import Texts, layer_cards, spectrum_draws
+from ov_circuits.report.cards import Search, Texts, layer_cards, spectrum_draws
 from ov_circuits.report.continuation import continuation_section
 from ov_circuits.report.dashboard import Dashboard
 from ov_circuits.report.evidence import Part, prompt_clause, sentence
@@ -139,11 +139,12 @@ def payload(results: Results) -> dict[str, Any]:
             scores.append(score)
             values[score["key"]] = numbers(frame[column])
     texts = Texts(model)
+    search = Search(model)
     draws = spectrum_draws(model, results.seed)
     cards = [
         card
         for layer in track(range(model.n_layers), "Reading heads")
-        for card in layer_cards(model, layer, texts, draws, results.pairs)
+        for card in layer_cards(model, layer, texts, draws, results.pairs, search)
     ]
     _write_sentences(results, cards, prompt, texts)
     return {
@@ -155,6 +156,7 @@ def payload(results: Results) -> dict[str, Any]:
         "chance": {key: _chance(board, key) for key in keys if f"{key}_z" in board},
         "cards": cards,
         "tokens": texts.table,
+        "search": search.section(),
         "composition": composition_section(model, results.composition),
         "spaces": spaces_section(model, results.spaces, results.overlap),
         "prompt": prompt,

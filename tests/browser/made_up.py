@@ -50,9 +50,10 @@ NASTY_TOKENS = [
 
 # The sizes that a page is made for.
 SHAPES: dict[str, dict[str, Any]] = {
-    "270 heads": {"n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "d_head": 64},
+    "270 heads": {"n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "d_head": 64, "n_vocab": 49_152},
     "1024 heads": {
         "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "prompt": False, "n_directions": 10,
+        "n_vocab": 128_256,
     },
 }  # fmt: skip
 
@@ -97,9 +98,10 @@ def make_payload(
     tokens: list[str] | None = None,
     n_directions: int = 8,
     n_top: int = 8,
+    n_vocab: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """`prompt` is True, False, or "patterns" for a prompt without an answer."""
+    """`n_vocab` tokens are known to the search, beside those of the cards. `prompt` is True, False, or "patterns" for a prompt without an answer."""
     rng = np.random.default_rng(seed)
     n_kv_heads = n_kv_heads or n_heads
     n = n_layers * n_heads
@@ -253,7 +255,20 @@ def make_payload(
         "spaces": make_spaces(rng, n, n_layers),
         "prompt": make_prompt(rng, n_layers, n_heads, tokens, answered=prompt is True) if prompt else None,
         **({"examples": make_examples(rng, n_layers, n_heads, tokens)} if examples else {}),
+        **({"search": make_search(rng, cards, n_vocab)} if n_vocab else {}),
         **({"prompt_set": prompt_set, "generation": make_continuation(rng, n, tokens)} if sets else {}),
+    }
+
+
+def make_search(rng: np.random.Generator, cards: list[dict[str, Any]], n_vocab: int) -> dict[str, Any]:
+    """Forty tokens of every end."""
+
+    def ends() -> dict[str, list[int]]:
+        return {end: rng.integers(n_vocab, size=40).tolist() for end in ("plus", "minus")}
+
+    return {
+        "tokens": [f" token{k}" for k in range(n_vocab)],
+        "places": [[{"reads": ends(), "writes": ends()} for _ in card["directions"]] for card in cards],
     }
 
 

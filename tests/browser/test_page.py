@@ -248,6 +248,26 @@ def test_token_search(tab, pages):
     page.wait_for_function(f"() => document.querySelectorAll('.map-panel .cell:not(.dim)').length === {HEADS}")
 
 
+def test_the_search_finds_tokens_that_no_card_shows(tab, tmp_path):
+    payload = make_payload(n_layers=2, n_heads=2)
+    places = [
+        [{side: {end: [0, 1] for end in ("plus", "minus")} for side in ("reads", "writes")} for _ in card["directions"]]
+        for card in payload["cards"]
+    ]
+    places[2][1]["writes"]["minus"] = [0, 1, 2]
+    places[1][3]["writes"]["plus"] = [2]
+    payload["search"] = {"tokens": ["x", "y", "<i>unseen</i>"], "places": places}
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path)
+    page.fill("#search-writes", "unseen")
+    page.wait_for_selector(".hits li")
+    assert page.locator(".hits a").all_inner_texts() == ["0.1", "1.0"], "the sooner it comes, the stronger"
+    assert "writes <i>unseen</i> 2−" in page.inner_text(".hits li >> nth=1").replace("\n", " ")
+    assert page.inner_text(".hits li >> nth=1").endswith("place 3")
+    assert shown_heads(page) == 2
+
+
 def test_box_on_the_scatter_keeps_its_heads(tab, pages):
     page = tab().open(pages())
     page.wait_for_selector(".scatter-panel .chart.drawn")

@@ -116,9 +116,9 @@ function filterTools() {
   async function runSearch() {
     const mine = ++latest;
     if (!state.reads && !state.writes) { state.hits = null; state.refreshAtlas(); return; }
-    const cards = await data.cards();
+    const [cards, search] = await Promise.all([data.cards(), data.search()]);
     if (mine !== latest) return;
-    state.hits = searchTokens(cards, state.reads, state.writes);
+    state.hits = searchTokens(cards, search, state.reads, state.writes);
     state.refreshAtlas();
   }
 
@@ -162,41 +162,50 @@ function setFilter(text) {
   }
 }
 
-function matchTokens(query) {
+/** Places in a table of the tokens that a query means. */
+function matchTokens(table, query) {
   const quoted = /^"(.*)"$/su.exec(query);
   const wanted = (quoted ? quoted[1] : query).replace(/·/g, ' ');
   const lower = wanted.toLowerCase();
   const found = new Set();
-  data.tokens.forEach((token, k) => {
+  table.forEach((token, k) => {
     if (quoted ? token === wanted : token.toLowerCase().includes(lower)) found.add(k);
   });
   return found;
 }
 
-/** Pairs, and ends of directions, that read a token like `reads` and write one like `writes`: pairs first, the strongest first. */
-function searchTokens(cards, reads, writes) {
-  const [wantRead, wantWrite] = [reads ? matchTokens(reads) : null, writes ? matchTokens(writes) : null];
-  const found = [];
+/** Pairs, and ends of directions, that read a token like `reads` and write one like `writes`. Of an end the file knows more tokens
+ * than a card shows, in order: the sooner they come the stronger the hit. */
+function searchTokens(cards, search, reads, writes) {
+  const wantedIn = (table) => [reads, writes].map((query) => (query ? matchTokens(table, query) : null));
+  const table = search?.tokens ?? data.tokens;
+  const [wantRead, wantWrite] = wantedIn(table);
+  const [pairRead, pairWrite] = wantedIn(data.tokens);
+  const tokensOf = (i, k, side, end) => search?.places[i][k][side][end] ?? cards[i].directions[k][side][end].map(([token]) => token);
+  const first = (tokens, wanted) => (wanted ? tokens.findIndex((token) => wanted.has(token)) : 0);
   const heads = new Set();
-  const pairs = [];
+  const [pairs, found] = [[], []];
   cards.forEach((card, i) => {
-    (card.directions ?? []).forEach((direction, k) => {
+    (card.directions ?? []).forEach(({ energy }, k) => {
       for (const end of ['plus', 'minus']) {
-        const read = wantRead && direction.reads[end].find(([token]) => wantRead.has(token));
-        const write = wantWrite && direction.writes[end].find(([token]) => wantWrite.has(token));
-        if ((wantRead && !read) || (wantWrite && !write)) continue;
+        const [readable, writable] = [tokensOf(i, k, 'reads', end), tokensOf(i, k, 'writes', end)];
+        const [read, write] = [first(readable, wantRead), first(writable, wantWrite)];
+        if (read < 0 || write < 0) continue;
         heads.add(i);
-        found.push({ head: i, direction: k, end, energy: direction.energy, read: read?.[0], write: write?.[0] });
+        found.push({
+          head: i, direction: k, end, energy, place: Math.max(read, write),
+          read: wantRead ? table[readable[read]] : null, write: wantWrite ? table[writable[write]] : null,
+        });
       }
     });
     // A pair is told whole, and only where it raises: what is lowered is not written.
     for (const [source, output, value] of card.pairs?.positive ?? []) {
-      if ((wantRead && !wantRead.has(source)) || (wantWrite && !wantWrite.has(output))) continue;
+      if ((pairRead && !pairRead.has(source)) || (pairWrite && !pairWrite.has(output))) continue;
       heads.add(i);
-      pairs.push({ head: i, value, read: source, write: output });
+      pairs.push({ head: i, value, read: data.tokens[source], write: data.tokens[output] });
     }
   });
-  found.sort((a, b) => b.energy - a.energy);
+  found.sort((a, b) => a.place - b.place || b.energy - a.energy);
   pairs.sort((a, b) => b.value - a.value);
   return { found: [...pairs, ...found], heads };
 }
@@ -207,17 +216,18 @@ function searchResults({ found: all }) {
   const heads = new Set(found.map((hit) => hit.head));
   if (all.length && !found.length) return h('p.soft', {}, 'Heads that read or write such a token are there, but the filter or the box on the scatter leaves none of them.');
   if (!found.length) {
-    return h('p.soft', {}, 'No direction or pair shown on a card reads or writes such a token. Only the strongest tokens of each are kept in this file; ',
-      'of two tokens that you name, ', h('code', {}, 'report --token-pair " France" " Paris"'), ' puts every head’s exact entry on the map.');
+    return h('p.soft', {}, 'No direction or pair in this file reads or writes such a token: it holds the strongest tokens of each. ',
+      'Of two tokens that you name, ', h('code', {}, 'report --token-pair " France" " Paris"'), ' puts every head’s exact entry on the map.');
   }
   return h('div', {},
     h('p.soft', {}, `${plural(found.length, 'place')} in ${plural(heads.size, 'head')}${found.length > LIMIT ? `; the first ${LIMIT}` : ''}: pairs, then directions, the strongest first`),
     h('ul.hits', {}, found.slice(0, LIMIT).map((hit) => h('li', {}, headLink(hit.head),
-      hit.read !== undefined ? [' reads ', tokenChip(data.tokens[hit.read])] : null,
-      hit.read !== undefined && hit.write !== undefined ? ' and' : null,
-      hit.write !== undefined ? [' writes ', tokenChip(data.tokens[hit.write])] : null,
+      hit.read !== null ? [' reads ', tokenChip(hit.read)] : null,
+      hit.read !== null && hit.write !== null ? ' and' : null,
+      hit.write !== null ? [' writes ', tokenChip(hit.write)] : null,
       hit.direction === undefined ? h('span.soft.nowrap', { title: 'Strongest token pair: its entry of the full OV circuit' }, ` pair, ${format(hit.value, { sign: true })}`)
-        : h('span.soft.nowrap', { title: 'Index of the direction, its end, and its share of the squared norm of OV' }, ` ${hit.direction + 1}${hit.end === 'plus' ? '+' : MINUS}, ${percent(hit.energy)}`)))));
+        : h('span.soft.nowrap', { title: 'Index of the direction, its end, its share of the squared norm of OV, and the place of the token at that end' },
+          ` ${hit.direction + 1}${hit.end === 'plus' ? '+' : MINUS}, ${percent(hit.energy)}, place ${hit.place + 1}`)))));
 }
 
 /** Heads as rows. Columns are the scores in view unless all are asked for. */

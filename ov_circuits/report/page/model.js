@@ -59,6 +59,7 @@ function prepare(payload) {
     has: (key) => byKey.has(key),
     holds: (name) => later.has(name),
     cards: () => laterSection('cards'),
+    search: () => laterSection('search'),
     spaces: () => laterSection('spaces'),
     examples: () => laterSection('examples'),
     promptSet: () => laterSection('prompt_set'),
