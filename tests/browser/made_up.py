@@ -101,7 +101,7 @@ def make_payload(
     n_vocab: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """`n_vocab` tokens are known to the search, beside those of the cards. `prompt` is True, False, or "patterns" for a prompt without an answer."""
+    """`prompt` is True, False, or "patterns" for a prompt without an answer; `n_vocab` tokens are known to the search."""
     rng = np.random.default_rng(seed)
     n_kv_heads = n_kv_heads or n_heads
     n = n_layers * n_heads
