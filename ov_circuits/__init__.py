@@ -21,6 +21,7 @@ __version__ = "0.2.0.dev0"
 if TYPE_CHECKING:
     from ov_circuits import distributed, prompts, scores
     from ov_circuits.certificate import verify
+    from ov_circuits.checkpoint.census import census
     from ov_circuits.claims import check
     from ov_circuits.errors import CircuitsError
     from ov_circuits.evidence import scoreboard
@@ -51,6 +52,7 @@ _HOMES = {
     "Layer": "model",
     "Head": "model",
     "LowRank": "linalg.lowrank",
+    "census": "checkpoint.census",
     "Trace": "trace.trace",
     "open_trace": "trace.trace",
     "Generation": "trace.generation",
@@ -111,6 +113,7 @@ __all__ = [
     "ablation_sweep",
     "attribute",
     "behaviours",
+    "census",
     "check",
     "compare",
     "component_composition",

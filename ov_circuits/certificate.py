@@ -85,6 +85,14 @@ class Certificate:
     model: str
     checks: tuple[Check, ...]
 
+    def __repr__(self) -> str:
+        return f"Certificate(of {self.model!r}: {self.summary})"
+
+    def _repr_html_(self) -> str | None:
+        from ov_circuits.shown import notebook_html
+
+        return notebook_html("certificate_html", self)
+
     @property
     def passed(self) -> bool:
         """Whether no check failed. Checks that could not be made are listed, not counted as passed."""

@@ -150,6 +150,14 @@ class Finding:
     prompts: int
     seed: int
 
+    def __repr__(self) -> str:
+        return f"Finding(of {self.model!r}, {self.claim!r}: {self.verdict}; {self.reason})"
+
+    def _repr_html_(self) -> str | None:
+        from ov_circuits.shown import notebook_html
+
+        return notebook_html("finding_html", self)
+
     def frame(self) -> pd.DataFrame:
         """One row an effect; ``attrs`` hold the rest."""
         import pandas as pd

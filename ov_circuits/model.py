@@ -35,6 +35,7 @@ from ov_circuits.source import Source
 
 if TYPE_CHECKING:
     import pandas as pd
+    from transformers import PreTrainedModel
 
     from ov_circuits.certificate import Certificate
     from ov_circuits.trace.trace import Trace
@@ -125,6 +126,23 @@ class Model:
         if self._source.from_bridge and not self.architecture.scale_scores:
             return "its config says scale_attn_weights = false, which a TransformerBridge ignores when it runs"
         return self.architecture.cannot_run or self._source.checkpoint.cannot_run
+
+    def without(self, heads: Head | str | Sequence[Head | str]) -> Model:
+        """The same checkpoint with heads taken out: their blocks of W_O are zero, so they write nothing, their value bias included.
+
+        What it gives is a model like any other: to be traced, measured on probes, scored, put on a page. Its accounts close, and
+        :attr:`network` is one of its own, with memory of its own. It is a zero ablation that stays; :func:`ov_circuits.ablate`
+        has others, beside the ledger's entries.
+
+        Args:
+            heads: a head, or several; none of them leaves the model as it is.
+
+        Raises:
+            CircuitsError: no head of that name, or a tensor-parallel model.
+        """
+        several = [heads] if isinstance(heads, (Head, str)) else list(heads)
+        found = {self.head(head.label if isinstance(head, Head) else head) for head in several}
+        return Model(self._source.without({(head.layer, head.index) for head in found}), self.view) if found else self
 
     def in_view(self, view: str) -> Model:
         """The same checkpoint in another weight view.
@@ -269,6 +287,21 @@ class Model:
         return self._source.has_tokenizer
 
     # -- the next rooms -------------------------------------------------------------------------------------------------
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The transformers model that prompts run through, for hooks and edits of your own.
+
+        It is the one that you gave, or one built on first use from the tensors that are read here: float32, on the CPU, weights
+        as stored whatever the view. All views share it, and what is done to it holds for every trace that follows.
+
+        Raises:
+            CircuitsError: the checkpoint cannot run.
+        """
+        from ov_circuits.trace.engines import check_runs, network_of
+
+        check_runs(self)
+        return network_of(self)
 
     @overload
     def trace(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and comes first

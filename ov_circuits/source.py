@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from ov_circuits.checkpoint.layout import Architecture, Family, Role
 from ov_circuits.checkpoint.locate import Checkpoint
 from ov_circuits.checkpoint.lora import Adapter, Update
 from ov_circuits.checkpoint.norms import Norm, QKNorm
-from ov_circuits.checkpoint.stores import MemoryStore, ReadOnce, TensorStore
+from ov_circuits.checkpoint.stores import MemoryStore, ReadOnce, SilencedStore, TensorStore
 from ov_circuits.checkpoint.tokenizer import MissingTokenizer, Tokenizer
 from ov_circuits.errors import CircuitsError
 from ov_circuits.folding import (
@@ -51,6 +52,7 @@ class Source:
         self.network: Any = network if bridge is None else bridge.original_model
         self.shard: Shard | None = None  # which heads the network holds here; None: all of them
         self.from_bridge = bridge is not None
+        self.intact, self.removed = self, frozenset[tuple[int, int]]()  # see :meth:`without`
         self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
         self.family: Family = family_of(checkpoint.config, checkpoint.where)
         self.architecture: Architecture = self.family.architecture(checkpoint.config)
@@ -62,6 +64,34 @@ class Source:
         self._layers: OrderedDict[tuple[int, View], Layer] = OrderedDict()
         self._held: dict[str, Tensor] = {}
         self._lock = threading.Lock()
+
+    def without(self, heads: Collection[tuple[int, int]]) -> Source:
+        """See :meth:`ov_circuits.model.Model.without`."""
+        if self.shard is not None:
+            raise CircuitsError("heads are taken out of a whole model: do it before tensor_parallel spreads it")
+        a, intact, output = self.architecture, self.intact, self.family.projections["O"]
+        removed, masks = self.removed | set(heads), {}
+        for layer in {layer for layer, _ in removed}:
+            silent = torch.zeros(a.n_heads, a.d_head, dtype=torch.bool)
+            silent[[index for where, index in removed if where == layer]] = True
+            masks[f"{output.name.format(layer=layer)}.weight"] = (0 if output.stored_in_out else 1, silent.flatten())
+        whole = intact.checkpoint
+        stored = {
+            name: masks[short] for name in whole.store.names() if (short := self.family.short_name(name)) in masks
+        }
+        labels = [f"{layer}.{index}" for layer, index in sorted(removed)]
+        shown = ", ".join(labels) if len(labels) <= 6 else f"{len(labels)} heads"
+        # A LoRA update is no longer what sets the two apart.
+        checkpoint = replace(
+            whole,
+            name=f"{whole.name} without {shown}",
+            store=SilencedStore(whole.store, stored),
+            base=None,
+            adapter=None,
+        )
+        made = Source(checkpoint)
+        made.intact, made.removed, made._bridge_tokenizer = intact, removed, intact._bridge_tokenizer
+        return made
 
     def layer(self, index: int, view: View) -> Layer:
         """A layer in a view, from the cache of recent ones."""
@@ -271,6 +301,8 @@ class Source:
     def fingerprint(self) -> str:
         """What tells this checkpoint from others: a digest of its numbers, its tensors' shapes and a sample of their values."""
         digest = hashlib.sha256(repr(self.architecture).encode())
+        if self.removed:
+            digest.update(repr(sorted(self.removed)).encode())
         for name in sorted(self.store.names()):
             digest.update(f"{name} {self.store.shape(name)}".encode())
         for layer in sorted({0, self.architecture.n_layers - 1}):

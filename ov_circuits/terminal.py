@@ -334,14 +334,17 @@ def print_changes(frame: pd.DataFrame) -> None:
     shown = {
         "ov_change": "OV change",
         "ov_cosine": "cosine",
-        "write_angle": "write angle",
-        "read_angle": "read angle",
+        "write_angle": "write angle, °",
+        "read_angle": "read angle, °",
         "qk_change": "QK change",
         "eigen_copying_ov_change": "copying change",
         "eigen_copying_full_change": "full copying change",
     }
     names = [name for name in shown if name in frame.columns]
-    rows = [(row["head"], *(_number(row[name]) for name in names)) for row in frame.to_dict("records")]
+    rows = [
+        (row["head"], *(f"{row[name]:.2f}" if name.endswith("_angle") else _number(row[name]) for name in names))
+        for row in frame.to_dict("records")
+    ]
     title = f"{frame.attrs['model']} to {frame.attrs['other']}, view {frame.attrs['view']}"
     _print_table(title, ("head", *(shown[name] for name in names)), rows, "l" + "r" * len(names))
 
@@ -454,10 +457,12 @@ def print_scan(scan: Scan, top: int, head: str | None) -> None:
     """The heads of a scan that save most loss, and one head's examples."""
     facts = scan.facts
     kinds = [name for name in scan.heads.columns if name.startswith("attention_")]
+    sampled = facts["loss_sample"] < facts["positions"]
     rows: list[tuple[str, ...]] = []
     for row in scan.heads.sort_values("loss_saved", ascending=False).head(top).to_dict("records"):
         most = max(kinds, key=lambda kind: row[kind])
-        numbers = (f"{row['loss_saved']:+.4f}", f"± {row['loss_saved_se']:.4f}", f"{row['logit']:+.3f}")
+        error = f"± {row['loss_saved_se']:.4f}" if sampled else ""
+        numbers = (f"{row['loss_saved']:+.4f}", error, f"{row['logit']:+.3f}")
         means = (_number(row["write"]), f"{row['distance']:.1f}", f"{row['entropy']:.2f}")
         rows.append((row["head"], *numbers, *means, f"{_words(most)} {row[most]:.0%}"))
     columns = ("head", "loss saved", "", "logit", "write", "distance", "entropy", "attends most to")
@@ -467,9 +472,10 @@ def print_scan(scan: Scan, top: int, head: str | None) -> None:
         for measure, what in (("write", "largest writes"), ("logit", "most logit to the true next token")):
             _print_examples(scan.of(head), measure, f"{head}: {what}")
     bos = "BOS before each window" if facts["bos_added"] else "no BOS"
+    error = f" ± one standard error of a sample of {facts['loss_sample']}," if sampled else ""
     note(
-        f"means a position; windows of {facts['window']}, {bos}; loss saved by the head's direct write alone, in nats, "
-        f"± one standard error of a sample of {facts['loss_sample']}; distance without the window's first token"
+        f"means a position; windows of {facts['window']}, {bos}; loss saved by the head's direct write alone, in nats,{error} "
+        "over these positions; distance in tokens, without the window's first one; entropy in nats"
     )
 
 

@@ -11,6 +11,7 @@ from tiny_families import VARIANTS, tiny
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
+from ov_circuits.scores.saved import SavedPieces
 
 NUMBERS = ["ablated", "total_effect", "ablated_loss", "ablated_answer_loss", "kl", "mean_kl"]
 
@@ -107,6 +108,66 @@ def test_zero_ablation_is_that_of_the_plain_model(running_folder, watched):
     check_row(frame.iloc[0], clean, ablated, tokens, *pair)
     assert frame["clean"].iloc[0] == pytest.approx(float(clean[-1, pair[0]] - clean[-1, pair[1]]), abs=1e-4)
     assert frame["clean_loss"].iloc[0] == pytest.approx(expected(clean, clean, tokens, *pair)["ablated_loss"], abs=1e-4)
+
+
+def test_a_model_without_heads_is_the_plain_one_with_their_z_at_zero_and_closes(running_folder, watched):
+    model, tokens, pair, _ = watched(running_folder)
+    heads = chosen_heads(model)
+
+    def edit(layer, z, pattern, values):
+        for where, index in heads:
+            if where == layer:
+                z[:, index] = 0
+        return z
+
+    right = logits_edited(running_folder, tokens, edit)
+    cut = model.without(labels(heads))
+    trace = cut.trace(tokens)
+    scale = float(right.abs().max())
+    assert (trace.logits - right).abs().max() <= 2e-5 * scale
+    account = trace.ledger(*pair)
+    assert abs(account.attrs["residual"]) <= 1e-5 * scale
+    assert account[account["head"].isin(labels(heads))]["value"].abs().max() == 0
+    assert all(bool((cut.head(*head).W_O == 0).all()) for head in heads)
+    other = next(label for label in model.head_labels if label not in labels(heads))
+    assert torch.equal(cut.head(other).W_O, model.head(other).W_O)
+    assert cut.verify().passed and cut.network is not model.network
+
+
+def test_heads_are_taken_out_one_after_another_of_any_checkpoint(stories260k, tmp_path):
+    model, tokens = ov.load(stories260k), [1, 5, 9, 7, 2]
+    both = model.without(["1.1", "4.0"])
+    for same in (
+        model.without("4.0").without(model.head("1.1")),
+        ov.load(hf_model(stories260k)).without(["L1H1", "4.0"]),
+    ):
+        assert torch.equal(same.trace(tokens).logits, both.trace(tokens).logits)
+    assert both.name == "stories260k without 1.1, 4.0" and model.without([]) is model
+    assert both.layer_part(1, range(2)).W_O[1].abs().max() == 0 < both.layer_part(1, range(2)).W_O[0].abs().max()
+    with pytest.raises(CircuitsError, match=r"no head 9\.9"):
+        model.without("9.9")
+
+
+def test_what_was_saved_of_a_model_is_not_taken_for_that_of_one_without_heads(tiny_gpt2_char, tmp_path):
+    model = ov.load(tiny_gpt2_char)
+    cut = model.without("0.2")  # the fingerprint's sample of weights is of head 0
+    model.trace([1, 2, 3]).save(tmp_path / "trace.safetensors")
+    with pytest.raises(CircuitsError, match="another checkpoint"):
+        ov.open_trace(tmp_path / "trace.safetensors", cut)
+    assert SavedPieces(tmp_path / "a.parquet", model, {})._key != SavedPieces(tmp_path / "a.parquet", cut, {})._key
+    with pytest.raises(CircuitsError, match="is in memory"):
+        SavedPieces(tmp_path / "a.parquet", ov.load(hf_model(tiny_gpt2_char)).without("0.2"), {})
+
+
+def test_the_network_is_the_one_that_prompts_run_through(tiny_gpt2_char, gpt2_small_attention):
+    model, own = ov.load(tiny_gpt2_char), hf_model(tiny_gpt2_char)
+    assert ov.load(own).network is own and model.in_view("raw").network is model.network
+    before = model.trace([1, 2, 3]).logits
+    assert torch.allclose(model.network(torch.tensor([[1, 2, 3]])).logits[0], before, atol=1e-5)
+    model.network.transformer.h[1].attn.c_proj.register_forward_hook(lambda module, args, output: 0 * output)
+    assert (model.trace([1, 2, 3]).logits - before).abs().max() > 0.1
+    with pytest.raises(CircuitsError, match="cannot run a prompt"):
+        _ = ov.load(gpt2_small_attention).network
 
 
 def z_of(folder, tokens, heads):
@@ -310,6 +371,8 @@ def test_on_every_family_frozen_ablations_give_the_entry_and_free_ones_what_the_
         without = network(torch.tensor([tokens])).logits[0].log_softmax(-1)
     row = ov.ablate(model, labels(heads), [(trace, *pair)]).iloc[0]
     assert row["ablated_answer_loss"] == pytest.approx(-float(without[-1, pair[0]]), abs=1e-4)
+    cut = model.without(labels(heads)).trace(tokens).logits.log_softmax(-1)
+    assert (cut - without).abs().max() <= 1e-4
     last = model.trace([tokens, tokens[:4]], last_logits=True)
     assert (last[0].logits[0] - trace.logits[-1]).abs().max() <= 1e-5 * scale
     assert (last[1].logits[0] - trace.logits[3]).abs().max() <= 1e-5 * scale

@@ -16,7 +16,7 @@ from ov_circuits.checkpoint.stores import exists, read_json
 
 @dataclass(frozen=True)
 class Census:
-    """What a config implies.
+    """What a config implies; made by :func:`ov_circuits.census`.
 
     Attributes:
         architecture: the config's numbers.
@@ -38,12 +38,15 @@ class Census:
         return self.output_total / self.n_parameters
 
 
-def census(config: Mapping[str, Any], where: str) -> Census:
-    """Count the parameters that a config implies, tensor by tensor of its family's table.
+def census(config: Mapping[str, Any], where: str = "this config") -> Census:
+    """Count the parameters that a config implies, tensor by tensor of its family's table: no weights are needed.
 
     Args:
         config: the content of a ``config.json``.
         where: the file or folder, for messages.
+
+    Returns:
+        Numbers of all parameters and of W_O's, and the architecture.
 
     Raises:
         CircuitsError: the architecture is not in the table, or the config contradicts itself.

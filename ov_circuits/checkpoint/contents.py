@@ -21,8 +21,7 @@ def canonical_store(store: TensorStore, family: Family, wanted: Collection[str])
     """
     names: dict[str, str] = {}
     for name in store.names():
-        short = name.removeprefix(family.prefix)
-        short = family.aliases.get(short, short)
+        short = family.short_name(name)
         if short not in wanted:
             continue
         if short in names:

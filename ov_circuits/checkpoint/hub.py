@@ -137,7 +137,7 @@ def hub_model(
             raise CircuitsError(
                 f"{repo} is not complete in the Hugging Face cache ({missing}){mode}: "
                 "fetch it where there is a network, or name a folder"
-            ) from missing
+            ) from None  # what failed is in the sentence; pages of the network library's own would follow
     try:
         return find(_Hub(repo, revision))
     except _NotFound as missing:
@@ -147,7 +147,7 @@ def hub_model(
             raise CircuitsError(
                 f"{repo} could not be had from the Hugging Face hub ({missing}). "
                 "Check the name and the network, or name a folder that holds the checkpoint"
-            ) from missing
+            ) from None
 
 
 class _NotFound(Exception):

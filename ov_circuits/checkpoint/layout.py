@@ -277,6 +277,11 @@ class Family:
         """The row as this config wants it."""
         return self if self.variant is None else replace(self, **self.variant(Config(config, self.name)))
 
+    def short_name(self, name: str) -> str:
+        """A tensor's name in a file -> its name in this table."""
+        short = name.removeprefix(self.prefix)
+        return self.aliases.get(short, short)
+
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """The config's numbers.
 

@@ -403,6 +403,45 @@ class RenamedStore(TensorStore):
         return self._store._read_part(self._map[name], part)
 
 
+class SilencedStore(TensorStore):
+    """A store in which some rows or columns of some tensors read as zero.
+
+    Args:
+        store: all tensors.
+        silent: a tensor's name -> the dimension, and which of its indices are zero.
+    """
+
+    def __init__(self, store: TensorStore, silent: Mapping[str, tuple[int, Tensor]]) -> None:
+        self._store, self._silent = store, dict(silent)
+
+    @property
+    def reads_parts(self) -> bool:
+        return self._store.reads_parts
+
+    def names(self) -> Sequence[str]:
+        return self._store.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._store.shape(name)
+
+    def dtype(self, name: str) -> str:
+        return self._store.dtype(name)
+
+    def origin(self, name: str) -> str:
+        return self._store.origin(name)
+
+    def _read(self, name: str) -> Tensor:
+        return self._read_part(name, ())
+
+    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        tensor = self._store._read_part(name, part) if part else self._store._read(name)
+        if name not in self._silent:
+            return tensor
+        dim, silent = self._silent[name]
+        silent = silent[part[dim]] if dim < len(part) else silent
+        return tensor.masked_fill(silent.view(-1, *[1] * (tensor.ndim - 1 - dim)), 0.0)
+
+
 class ReadOnce(TensorStore):
     """A store that reads each tensor once, for as long as this object lives."""
 

@@ -1,5 +1,5 @@
-"""What a notebook shows for a head, a trace, a continuation, a scan and a scoreboard: static HTML, so that it looks the same in
-JupyterLab, VS Code and Colab, in exports, and with scripts disabled.
+"""What a notebook shows for a head, a trace, a continuation, a scan, a claim's finding, a certificate and a scoreboard: static
+HTML, so that it looks the same in JupyterLab, VS Code and Colab, in exports, and with scripts disabled.
 
 Nothing has an id and every class begins with ``ov-``, so that outputs do not collide; colours are the notebook's own, light or
 dark, and no more than that is taken from its own style of tables (which is why some rules are important). Text is escaped in one
@@ -20,6 +20,8 @@ from ov_circuits.report.text import visible
 from ov_circuits.shown import counted
 
 if TYPE_CHECKING:
+    from ov_circuits.certificate import Certificate
+    from ov_circuits.claims import Finding
     from ov_circuits.model import Head
     from ov_circuits.trace.generation import Generation
     from ov_circuits.trace.scan import Scan
@@ -156,6 +158,40 @@ def scan_html(scan: Scan) -> str:
         _table(("Head", "loss saved", "write", "source", "where it writes most"), rows, numbers=(1, 2)),
         '<p class="ov-soft">scan.of(head) has a head\'s examples; ov.dashboard(model, scan=scan) shows all of it.</p>',
     )
+
+
+def finding_html(finding: Finding) -> str:
+    """What came of a claim: the verdict, why, and each number beside the other heads'."""
+    rows = [
+        (
+            f"{effect.name}{', decides' if effect.decides else ''}",
+            _number(effect.value, "+.3g"),
+            f"{_number(effect.low, '+.3g')} to {_number(effect.high, '+.3g')}",
+            _number(effect.others, "+.3g"),
+            f"{_number(effect.difference_low, '+.3g')} to {_number(effect.difference_high, '+.3g')}",
+            _e(effect.what),
+        )
+        for effect in finding.effects
+    ]
+    header = ("Effect", "the head", "95 % over prompts", "other heads", "95 % of the difference", "what it is")
+    others = f", beside {', '.join(finding.others)}" if finding.others else ""
+    return _box(
+        f"{_e(finding.claim)}: {finding.verdict}",
+        f"{_e(finding.model)}, {finding.prompts} prompts{_e(others)}",
+        f"<p>{_e(finding.reason)}</p>",
+        _table(header, rows, numbers=range(1, 5)) if rows else "",
+    )
+
+
+def certificate_html(certificate: Certificate) -> str:
+    """The checks of a checkpoint, each with the largest error found beside its limit."""
+    said = {True: "passed", False: "failed", None: "not possible"}
+    rows = [
+        (said[check.passed], _e(check.name), _number(check.value), _number(check.limit), _e(check.detail))
+        for check in certificate.checks
+    ]
+    header = ("", "check", "error", "limit", "on what")
+    return _box(_e(certificate.model), certificate.summary, _table(header, rows, numbers=(2, 3)))
 
 
 def board_html(board: pd.DataFrame) -> str | None:

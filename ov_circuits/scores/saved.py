@@ -17,7 +17,6 @@ from pathlib import Path
 import pandas as pd
 
 import ov_circuits
-from ov_circuits.checkpoint.stores import MemoryStore
 from ov_circuits.errors import CircuitsError
 from ov_circuits.files import atomic_path, drop_if_empty
 from ov_circuits.model import Model
@@ -103,12 +102,14 @@ def _with_lists(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _key(model: Model, arguments: dict[str, object]) -> str:
     """Of the checkpoint's files and all arguments, short enough for a file name."""
-    if isinstance(model.source.checkpoint.store, MemoryStore):
-        raise CircuitsError(f"{model.name} is in memory: a later run could not know it again, so none can be continued")
     files = []
     for file in sorted(model.source.checkpoint.files()):
         if file.is_file():
             found = file.stat()
             files.append((file.name, found.st_size, found.st_mtime_ns))
+    if not files:
+        raise CircuitsError(f"{model.name} is in memory: a later run could not know it again, so none can be continued")
     facts = {"version": ov_circuits.__version__, "view": model.view, "files": files, **arguments}
+    if model.source.removed:
+        facts["without"] = sorted(model.source.removed)
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

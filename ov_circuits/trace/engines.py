@@ -398,14 +398,19 @@ def _set_attention(network: Any, implementation: str) -> None:
         network.config._attn_implementation = implementation
 
 
-def check_tokens(model: Model, tokens: Sequence[int]) -> None:
-    """Raise a CircuitsError unless these ids can be run."""
-    a = model.architecture
+def check_runs(model: Model) -> None:
+    """Raise a CircuitsError unless prompts can be run."""
     if model.why_not_run is not None:
         raise CircuitsError(
             f"{model.name} cannot run a prompt: {model.why_not_run}. "
             "Weight-only commands (heads, head, split, report without --prompt) work"
         )
+
+
+def check_tokens(model: Model, tokens: Sequence[int]) -> None:
+    """Raise a CircuitsError unless these ids can be run."""
+    check_runs(model)
+    a = model.architecture
     if len(tokens) == 0:
         raise CircuitsError("the prompt is empty: give it at least one token")
     if len(tokens) > a.n_ctx:
