@@ -1,7 +1,7 @@
 """Work on many processes: each reads and scores, or runs, its own heads, and only frames are gathered.
 
-Under ``torchrun --nproc-per-node N -m ov_circuits heads MODEL`` (or ``attribute``, ``verify``), or in a script of one's own that
-torchrun starts::
+Under ``torchrun --standalone --nproc-per-node N -m ov_circuits heads MODEL`` (or ``attribute``, ``verify``), or in a script of
+one's own that torchrun starts::
 
     frame = ov.distributed.scoreboard(ov.load(folder))          # on every rank; the frame on rank 0, None on the others
     model = ov.distributed.tensor_parallel(ov.load(folder))     # on every rank; its prompts run on all of them together

@@ -5,7 +5,8 @@ A ``text`` block right after one of them is what it prints. Bring those up to da
 
     python tests/pages.py docs/spectra.md ..
 
-A ``sh`` block after a mark such as ``<!-- the test command -->`` sets up an environment: `.ci/run` runs it, by that mark.
+A ``sh`` block after a mark such as ``<!-- the test command -->`` sets up an environment: `.ci/run` runs it, by that mark. A
+``python`` block after ``<!-- torchrun 3 -->`` is a script of its own, for so many processes, on SmolLM2.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- (the \w+ command) -->\s*\Z")
+_RANKS = re.compile(r"<!-- torchrun (\d+) -->\s*\Z")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -38,6 +40,7 @@ class Block:
         code: what is run.
         line: of its first line on the page.
         mark: what `.ci/run` finds it by, where it is a set-up command.
+        ranks: how many processes it is a script for; 0 where it runs with the page's other blocks.
         printed: what the page says that it prints, with its place in the page's text; None where it says nothing.
     """
 
@@ -45,6 +48,7 @@ class Block:
     code: str
     line: int
     mark: str | None
+    ranks: int
     printed: str | None
     place: tuple[int, int] | None
 
@@ -58,13 +62,14 @@ def blocks(text: str) -> list[Block]:
         if here[1] not in ("python", "sh"):
             continue
         says = after is not None and after[1] == "text" and not text[here.end() : after.start()].strip()
-        mark = _MARK.search(text[: here.start()])
+        mark, ranks = (pattern.search(text[: here.start()]) for pattern in (_MARK, _RANKS))
         made.append(
             Block(
                 here[1],
                 here[2],
                 text.count("\n", 0, here.start(2)) + 1,
                 None if mark is None else mark[1],
+                0 if ranks is None else int(ranks[1]),
                 after[2] if says else None,
                 after.span(2) if says else None,
             )
@@ -74,6 +79,8 @@ def blocks(text: str) -> list[Block]:
 
 def run(block: Block, page: Path, namespace: dict[str, Any]) -> str:
     """Run a block in the current folder; what it prints."""
+    if block.ranks:
+        return run_script(block)
     if block.language == "sh":
         return "".join(run_line(line) for line in block.code.replace("\\\n", " ").splitlines())
     out = io.StringIO()
@@ -81,6 +88,17 @@ def run(block: Block, page: Path, namespace: dict[str, Any]) -> str:
     with contextlib.redirect_stdout(out):
         exec(code, namespace)
     return out.getvalue()
+
+
+def run_script(block: Block) -> str:
+    """A script on several processes of this machine; what they print."""
+    from torchrun import torchrun
+
+    script = Path("script.py").resolve()
+    script.write_text(block.code, encoding="utf-8")
+    done = torchrun(block.ranks, script, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def run_line(line: str) -> str:

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import pytest
@@ -30,8 +30,14 @@ from ov_circuits.checkpoint import fetch
 from ov_circuits.checkpoint.census import census
 from ov_circuits.cli import app
 from ov_circuits.errors import CircuitsError
-from ov_circuits.report.tables import to_json, write_frame
+from ov_circuits.folding import View
+from ov_circuits.report.tables import SUFFIXES, to_json, write_frame
+from ov_circuits.scores.board import all_scores
+from ov_circuits.scores.composition import KINDS
+from ov_circuits.scores.sources import SOURCES
 from ov_circuits.shown import counted
+from ov_circuits.trace.ablation import METHODS
+from ov_circuits.trace.behaviours import BEHAVIOURS
 
 COMMANDS = (
     "report", "heads", "head", "paths", "pairs", "compare", "behaviours", "attribute", "ablate", "check", "generate", "scan",
@@ -85,9 +91,52 @@ def test_alone_it_says_what_to_do_first():
     ("line", "words"), [("he", {"heads", "head"}), ("heads --so", {"--sort", "--source"}), ("", set(COMMANDS))]
 )
 def test_words_complete_with_tab(line, words):
-    asked = {"COMP_WORDS": f"ov-circuits {line}", "COMP_CWORD": str(max(1, len(line.split())))}
+    assert words <= completed(line)
+
+
+def completed(line):
+    """What bash offers at the end of a line."""
+    n = len(line.split())
+    asked = {"COMP_WORDS": f"ov-circuits {line}", "COMP_CWORD": str(n + line.endswith(" ") if n else 1)}
     shell = asked | {"_OV_CIRCUITS_COMPLETE": "complete_bash"}
-    assert words <= set(CliRunner().invoke(app, [], prog_name="ov-circuits", env=shell).stdout.split())
+    result = CliRunner().invoke(app, [], prog_name="ov-circuits", env=shell)
+    assert result.exit_code == 0 and result.exception is None, result.output
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("heads --view ", set(get_args(View))),
+    ("split --view c", {"centred"}),
+    ("paths --kind ", {*KINDS, "all"}),
+    ("pairs 1.0 --circuit ", {"ov", "qk"}),
+    ("heads --source ", set(SOURCES)),
+    ("heads --scores rel", {name for name in all_scores() if name.startswith("rel")}),
+    ("heads --scores induction,eigen", {"induction,eigen_copying_ov", "induction,eigen_copying_full"}),
+    ("heads --sort prev", {"previous_token"}),
+    ("behaviours --sort ", set(BEHAVIOURS)),
+    ("attribute --prompts ", set(ov.prompts.names())),
+    ("report --prompts io", {"ioi"}),
+    ("ablate 1.0 --method ", set(METHODS)),
+    ("check 'x' --among ", {"layer", "model"}),
+    ("fetch ", {"smollm2"}),
+    ("heads -o a/heads.", {f"a/heads{ending}" for ending in SUFFIXES}),
+    ("heads -o resul", set()),  # then the shell completes folders
+    ("heads ./fold", set()),
+    ("head embedded ", set()),
+])  # fmt: skip
+def test_values_complete_with_tab_where_the_set_is_closed(line, words):
+    assert completed(line) == words
+
+
+def test_models_that_are_here_complete_with_tab(tmp_path, monkeypatch):
+    (tmp_path / "hub" / "models--org--big" / "snapshots").mkdir(parents=True)
+    (tmp_path / "hub" / "datasets--org--text").mkdir()
+    (tmp_path / "own" / "smollm2").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("OV_CIRCUITS_CACHE", str(tmp_path / "own"))
+    assert completed("heads ") == completed("head ") == {"embedded", "org/big"}
+    (tmp_path / "own" / "smollm2" / "config.json").touch()
+    assert completed("compare embedded sm") == {"smollm2"}
 
 
 def test_completion_can_be_printed_and_installed(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pages
 import pytest
 
 import ov_circuits as ov
+from ov_circuits.report.stills import why_no_stills
 from ov_circuits.scores.board import all_scores
 
 ROOT = pages.ROOT
@@ -21,14 +23,35 @@ ROOT = pages.ROOT
 def test_what_a_page_shows_runs_and_prints_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: None
 ) -> None:
+    if (
+        "figures.save" in page.read_text(encoding="utf-8")
+        and why_no_stills()
+        and os.environ.get("CI", "").lower() != "true"
+    ):
+        pytest.skip(f"NOT RUN: {why_no_stills()}")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in pages.blocks(page.read_text(encoding="utf-8")):
-        if block.mark is not None:
+        if block.mark is not None or block.ranks:
             continue
         printed = pages.run(block, page, namespace)
         if block.printed is not None:
             assert pages.same(printed, block.printed), f"{page}:{block.line} prints\n{printed}"
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_scripts_for_several_processes_run_and_print_what_the_page_says(
+    smollm2: ov.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scripts = [(page, block) for page in pages.PAGES for block in pages.blocks(page.read_text()) if block.ranks]
+    assert scripts
+    for page, block in scripts:
+        printed = pages.run(block, page, {})
+        assert block.printed is not None and pages.same(printed, block.printed), (
+            f"{page}:{block.line} prints\n{printed}"
+        )
 
 
 def test_set_up_commands_are_run_by_the_whole_check() -> None:
@@ -46,8 +69,10 @@ def test_a_page_that_says_something_else_is_found() -> None:
     assert not pages.same("a 0.123", "a 0.123\nb 0.5")
     text = (
         "```python\nx = 1\n```\n\n```text\n1\n```\n\n<!-- the test command -->\n```sh\npip\n```\n\n```\nno code\n```\n"
+        "<!-- torchrun 3 -->\n```python\ny = 2\n```\n"
     )
-    first, second = pages.blocks(text)
+    first, second, third = pages.blocks(text)
+    assert (first.ranks, second.ranks, third.ranks, third.mark) == (0, 0, 3, None)
     assert (first.language, first.line, first.printed, first.mark) == ("python", 2, "1\n", None)
     assert (second.code, second.printed, second.mark) == ("pip\n", None, "the test command")
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import struct
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from test_bundle import needs_browser
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
@@ -174,6 +178,29 @@ def test_figures_can_be_restyled(story):
 
 
 NASTY = ["<b>x</b>", "</script><img src=x>", "&lt;", " a", "\n", "\udce2", "\u202e", ""]
+
+
+@needs_browser
+def test_a_saved_figure_is_the_figure(story, tmp_path):
+    figure = F.head_map(story[2], "eigen_copying_full").update_layout(width=360, height=280)
+    for ending in (".svg", ".png", ".html"):
+        F.save(figure, tmp_path / f"a{ending}")
+    svg = (tmp_path / "a.svg").read_text()
+    assert re.search(r'<svg[^>]* width="360" height="280"', svg) and "Eigenvalue copying, vocabulary" in svg
+    png = (tmp_path / "a.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", png[16:24]) == (720, 560)
+    assert "Plotly.newPlot" in (tmp_path / "a.html").read_text()
+
+
+def test_a_figure_is_not_saved_as_what_it_is_not_nor_where_nothing_draws(story, tmp_path, monkeypatch):
+    figure = F.head_map(story[2], "eigen_copying_full")
+    with pytest.raises(CircuitsError, match=r"as \.svg, \.png or \.html, not as '.*a\.pdf'"):
+        F.save(figure, tmp_path / "a.pdf")
+    monkeypatch.setattr("ov_circuits.report.stills._has_kaleido", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CircuitsError, match="install Chromium, or kaleido"):
+        F.save(figure, tmp_path / "a.svg")
+    assert not list(tmp_path.iterdir())
 
 
 def test_token_text_is_no_markup():

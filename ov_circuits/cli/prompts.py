@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ov_circuits.cli.arguments import belong_to, is_position, model_and, parts_of, prompt_of, word_of
+from ov_circuits.cli.completion import AMONG, METHODS, behaviour_names, first_name, one_of, table_files
 from ov_circuits.cli.opening import open_model, running
 from ov_circuits.cli.options import (
     AdapterOption,
@@ -69,7 +70,13 @@ def behaviours(
     ] = None,
     sort: Annotated[
         str | None,
-        typer.Option("--sort", metavar="BEHAVIOUR", show_default=False, help="Largest first. Default: by layer."),
+        typer.Option(
+            "--sort",
+            metavar="BEHAVIOUR",
+            show_default=False,
+            help="Largest first. Default: by layer.",
+            autocompletion=behaviour_names,
+        ),
     ] = None,
     ascending: AscendingOption = False,
     top: FirstRowsOption = None,
@@ -110,6 +117,7 @@ def attribute(
             metavar="[MODEL] PROMPT",
             show_default=False,
             help="A model (see `heads --help`), and a prompt, or --prompts.",
+            autocompletion=first_name,
         ),
     ] = None,
     answer: Annotated[
@@ -201,6 +209,7 @@ def ablate(
         typer.Argument(
             metavar="[MODEL] HEADS",
             help="A model (see `heads --help`), and heads to remove together, as in 9.9,10.0; or the word each: each alone.",
+            autocompletion=first_name,
         ),
     ],
     prompt: PromptOption = None,
@@ -215,7 +224,13 @@ def ablate(
     n: NumberOption = None,
     drop: DropOption = None,
     method: Annotated[
-        str, typer.Option("--method", metavar="METHOD", help="zero, mean, mean_by_position or source.")
+        str,
+        typer.Option(
+            "--method",
+            metavar="METHOD",
+            help="zero, mean, mean_by_position or source.",
+            autocompletion=one_of(METHODS),
+        ),
     ] = "zero",
     source: Annotated[
         list[str] | None,
@@ -280,12 +295,19 @@ def check(
             metavar="[MODEL] CLAIM",
             help="A model (see `heads --help`), and '9.9 copies', '10.7 suppresses', '9.3 applies RELATION' or "
             "'4.11 K-composes with 5.5' (or Q).",
+            autocompletion=first_name,
         ),
     ],
     prompts: Annotated[int, typer.Option("--prompts", min=2, help="How many prompts to build.")] = 24,
     others: Annotated[int, typer.Option("--others", min=1, help="How many other heads to compare with.")] = 8,
     among: Annotated[
-        str, typer.Option("--among", metavar="layer|model", help="Where these heads are from: the same layer, or all.")
+        str,
+        typer.Option(
+            "--among",
+            metavar="layer|model",
+            help="Where these heads are from: the same layer, or all.",
+            autocompletion=one_of(AMONG),
+        ),
     ] = "layer",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts, heads and intervals.")] = 0,
     output: TableOption = None,
@@ -318,7 +340,10 @@ def check(
 )
 def generate(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="[MODEL] PROMPT", help="A model (see `heads --help`), and a prompt.")
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT", help="A model (see `heads --help`), and a prompt.", autocompletion=first_name
+        ),
     ],
     n: Annotated[int, typer.Option("-n", min=1, help="Tokens to generate; fewer where the model ends the text.")] = 10,
     continuation: Annotated[
@@ -392,7 +417,12 @@ def scan(
     output: TableOption = None,
     examples: Annotated[
         Path | None,
-        typer.Option("--examples", show_default=False, help="Write every head's examples: .csv, .json or .parquet."),
+        typer.Option(
+            "--examples",
+            show_default=False,
+            help="Write every head's examples: .csv, .json or .parquet.",
+            autocompletion=table_files,
+        ),
     ] = None,
     save: Annotated[
         Path | None,

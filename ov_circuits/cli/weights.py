@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ov_circuits.cli.arguments import belong_to, model_and, score_names
+from ov_circuits.cli.completion import CIRCUITS, KINDS, SOURCES, model_names, one_of, score_columns, score_list
 from ov_circuits.cli.opening import open_model
 from ov_circuits.cli.options import (
     AdapterOption,
@@ -57,17 +58,26 @@ def heads(
             show_default=False,
             help="Which scores, or all: then also those over the whole vocabulary, up to a second a head. Also names of "
             "behaviours (see `behaviours`). Default: spectra.",
+            autocompletion=score_list,
         ),
     ] = None,
     source: Annotated[
         str,
         typer.Option(
-            "--source", help="Source embedding of rank copying: embed, embed_mlp0, embed_plus_mlp0, effective."
+            "--source",
+            help="Source embedding of rank copying: embed, embed_mlp0, embed_plus_mlp0, effective.",
+            autocompletion=one_of(SOURCES),
         ),
     ] = "embed",
     sort: Annotated[
         str | None,
-        typer.Option("--sort", metavar="SCORE", show_default=False, help="Largest first. Default: by layer."),
+        typer.Option(
+            "--sort",
+            metavar="SCORE",
+            show_default=False,
+            help="Largest first. Default: by layer.",
+            autocompletion=score_columns,
+        ),
     ] = None,
     nulls: Annotated[
         bool, typer.Option("--nulls/--no-nulls", help="Whether to say what each score would be by chance.")
@@ -150,7 +160,12 @@ def head(
 )
 def paths(
     model: ModelArgument = None,
-    kind: Annotated[str, typer.Option("--kind", metavar="Q|K|V|all", help="Which input of the later head.")] = "all",
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--kind", metavar="Q|K|V|all", help="Which input of the later head.", autocompletion=one_of(KINDS)
+        ),
+    ] = "all",
     top: Annotated[int, typer.Option("--top", min=1, help="Pairs to list.")] = 20,
     output: TableOption = None,
     view: ViewOption = None,
@@ -175,7 +190,13 @@ def paths(
 def pairs(
     arguments: HeadArgument,
     circuit: Annotated[
-        str, typer.Option("--circuit", metavar="ov|qk", help="Token to output, or query to key.")
+        str,
+        typer.Option(
+            "--circuit",
+            metavar="ov|qk",
+            help="Token to output, or query to key.",
+            autocompletion=one_of(CIRCUITS),
+        ),
     ] = "ov",
     offset: Annotated[
         int, typer.Option("--offset", help="With qk and rotary positions: query minus key position.")
@@ -211,8 +232,15 @@ def pairs(
     epilog=examples("ov-circuits compare ./base ./fine-tuned --top 20", "ov-circuits compare ./a ./b -o changes.csv")
 )
 def compare(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="A model (see `heads --help`).")],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="What became of it: a fine-tune, a later checkpoint.")],
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="A model (see `heads --help`).", autocompletion=model_names)
+    ],
+    other: Annotated[
+        str,
+        typer.Argument(
+            metavar="OTHER", help="What became of it: a fine-tune, a later checkpoint.", autocompletion=model_names
+        ),
+    ],
     sort: Annotated[str, typer.Option("--sort", metavar="COLUMN", help="Largest first, by this column.")] = "ov_change",
     top: Annotated[int, typer.Option("--top", min=1, help="How many heads to print.")] = 20,
     output: TableOption = None,

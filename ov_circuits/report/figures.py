@@ -1,4 +1,4 @@
-"""Figures: a frame or a tensor in, a plotly ``Figure`` out. Nothing is read, computed anew, or written here.
+"""Figures: a frame or a tensor in, a plotly ``Figure`` out; nothing is read or computed anew. :func:`save` writes one.
 
 >>> ov.figures.head_map(ov.scoreboard(model), "eigen_copying_full")  # doctest: +SKIP
 >>> ov.figures.waterfall(trace.ledger(" Mary", " John")).update_layout(title="My title")  # doctest: +SKIP
@@ -9,6 +9,7 @@ paper; signed values are on a blue-orange map centred on zero, which every colou
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -460,6 +461,33 @@ def distances(distributions: pd.DataFrame, head: str) -> go.Figure:
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def save(figure: go.Figure, file: str | os.PathLike[str]) -> None:
+    """Write a figure: a picture as it would be on the page of a paper, or a page of its own.
+
+    Pictures are drawn by a Chromium on the PATH, or by kaleido where it is installed; the same figure gives the same bytes.
+
+    Args:
+        figure: any plotly figure; its layout's width and height, in pixels, count (900 by 480 by default).
+        file: what to write: ``.svg``, ``.png`` (two pixels for each of the layout's) or ``.html`` (with plotly.js inside).
+
+    Raises:
+        CircuitsError: another ending, nothing here that draws, or a file that cannot be written.
+    """
+    from pathlib import Path
+
+    from ov_circuits.files import atomic_path
+    from ov_circuits.report.stills import stills
+
+    ending = Path(file).suffix.lower()
+    if ending not in (".svg", ".png", ".html"):
+        raise CircuitsError(f"a figure is written as .svg, .png or .html, not as {str(file)!r}")
+    with atomic_path(file) as temporary:
+        if ending == ".html":
+            temporary.write_text(figure.to_html(), encoding="utf-8")
+        else:
+            temporary.write_bytes(stills({"figure": figure})[f"figure{ending}"])
 
 
 def _heat(
