@@ -135,7 +135,8 @@ def verify(model: Model, prompt: str | Sequence[int] | None = None) -> Certifica
         if prompt is not None:
             raise
         names = ("sum of heads", "one token", "query-key pattern", "ledger")
-        checks += [Check(name, None, None, None, f"no forward pass possible: {error}") for name in names]
+        why = raw.why_not_run or str(error)
+        checks += [Check(name, None, None, None, f"no prompt can be run: {why}") for name in names]
         return Certificate(model.name, tuple(checks))
     checks += [_check_sum(trace), _check_one_token(trace), _check_pattern(trace), _check_ledger(trace)]
     if trace.record.shard.ranks is not None:

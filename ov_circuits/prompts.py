@@ -1,6 +1,6 @@
 """Prompt sets: a question a line, with its answer, a foil, and positions that have names.
 
-A set is a JSONL file, one prompt a line:
+A set is a JSONL file, one prompt a line (or, in Python, a list of such dictionaries):
 
     {"prompt": "When Mary and John went to the store, John gave a drink to", "answer": " Mary", "foil": " John",
      "roles": {"indirect_object": [5, 9], "subject": [14, 18], "repeated_subject": [38, 42]}, "set": "ioi", "variant": "BA"}
@@ -150,7 +150,7 @@ def names() -> list[str]:
 
 
 def load(
-    source: str | Path,
+    source: str | Path | Sequence[Mapping[str, Any]],
     model: Model,
     *,
     n: int | None = None,
@@ -161,7 +161,7 @@ def load(
     """A set of prompts as this model's tokenizer reads it.
 
     Args:
-        source: a name from :func:`names`, or a .jsonl file.
+        source: a name from :func:`names`, a .jsonl file, or a list of what such a file has a line, as dictionaries.
         model: whose tokenizer and context it must fit.
         n: take that many of those that fit, at random.
         seed: which those are.
@@ -173,8 +173,12 @@ def load(
         CircuitsError: no such set; a line that is no prompt (file and line are named); a prompt that does not fit, where they
             are not dropped: an answer of several tokens, a prompt past the context; or none that fits.
     """
-    path, ours = _path(source)
-    found = tokenize(_read(path), path.stem, model, bos=bos, drop=ours if drop is None else drop)
+    if isinstance(source, (str, Path)):
+        path, ours = _path(source)
+        lines, name = _read(path), path.stem
+    else:
+        lines, name, ours = _given(source), "prompts", False
+    found = tokenize(lines, name, model, bos=bos, drop=ours if drop is None else drop)
     if n is None:
         return found
     if n < 1:
@@ -248,6 +252,15 @@ def _path(source: str | Path) -> tuple[Path, bool]:
             f"there is no prompt set {source!r}{hint} The sets are: {', '.join(known)}; or name a .jsonl file"
         )
     return data_file(f"prompts/{source}.jsonl"), True
+
+
+def _given(source: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Lines that are dictionaries already."""
+    if not source or not all(isinstance(one, Mapping) for one in source):
+        raise CircuitsError(
+            "prompts are a list of dictionaries, each with prompt and answer; or name a set or a .jsonl file"
+        )
+    return [_line(json.dumps(dict(one), default=str), f"prompt {number}") for number, one in enumerate(source, start=1)]
 
 
 def _read(path: Path) -> list[Line]:

@@ -279,3 +279,30 @@ def test_the_recipe_without_bos_begins_with_the_segment():
     with_bos, without = (prompts.load("repeated_tokens", model, bos=bos).prompts[0] for bos in (None, False))
     assert with_bos.tokens[1:] == without.tokens and with_bos.answer == without.answer
     assert torch.equal(model.trace(list(without.tokens)).logits.isfinite().all(), torch.tensor(True))
+
+
+# -- prompts in memory ------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_dictionaries_is_the_file_that_holds_them(stories260k, tmp_path):
+    model = ov.load(stories260k)
+    lines = [
+        {"prompt": "Once upon a time", "answer": ",", "foil": ".", "roles": {"subject": "time"}},
+        {"prompt": "The cat saw a", "answer": "t", "foil": "s", "roles": {"subject": [4, 7]}},
+    ]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found, right = prompts.load(lines, model), prompts.load(tmp_path / "own.jsonl", model)
+    assert [(one.tokens, one.weights, one.roles) for one in found] == [
+        (one.tokens, one.weights, one.roles) for one in right
+    ]
+    assert ov.attribute(model, lines, samples=10).equals(ov.attribute(model, right, samples=10))
+    assert ov.ablate(model, "3.6", lines).equals(ov.ablate(model, "3.6", right))
+
+
+@pytest.mark.parametrize(("lines", "message"), [
+    ([{"prompt": "Once", "answer": ","}, {"prompt": "a"}], "prompt 2 has no answer"),
+    ([], "a list of dictionaries, each with prompt and answer"),
+])  # fmt: skip
+def test_a_faulty_list_is_said(stories260k, lines, message):
+    with pytest.raises(CircuitsError, match=message):
+        prompts.load(lines, ov.load(stories260k))

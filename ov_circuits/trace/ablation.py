@@ -29,7 +29,7 @@ from torch import Tensor
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Head, Model
 from ov_circuits.progress import track
-from ov_circuits.prompts import PromptSet
+from ov_circuits.prompts import PromptSet, load
 from ov_circuits.trace.engines import Batch, Edits, batches, pad, run
 from ov_circuits.trace.ledger import Reading, logit_reading, write_direction
 from ov_circuits.trace.trace import Trace, unbiased_values
@@ -67,7 +67,7 @@ def ablate(
         heads: a head, or several.
         prompts: a prompt (text, ids or a trace), a list of them, a list of tuples (prompt, answer) or
             (prompt, answer, foil), where an answer may be a weighting {word or id: weight}; or a set of
-            :func:`ov_circuits.prompts.load`.
+            :func:`ov_circuits.prompts.load`, or the list of dictionaries that it takes.
         method: ``zero``, ``mean``, ``mean_by_position`` or ``source``; see :mod:`ov_circuits.trace.ablation`.
         answer, against: the logit (difference) that is watched, where prompts do not bring their own. Without an answer: each
             prompt's likeliest next token against the runner-up.
@@ -212,6 +212,8 @@ def cases(
     """
     if model.source.shard is not None:
         raise CircuitsError("ablations need all heads in one process: run them without tensor parallelism")
+    if isinstance(prompts, list) and prompts and isinstance(prompts[0], Mapping):
+        prompts = load(prompts, model, bos=bos)
     if isinstance(prompts, PromptSet):
         prompts = _questions(model, prompts)
     asked = prompts if isinstance(prompts, list) and not _is_ids(prompts) else [prompts]

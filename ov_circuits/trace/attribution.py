@@ -11,7 +11,7 @@ how far a mean would move with other prompts of the same kind, not with prompts 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ _CHUNK_TOKENS = 512
 
 def attribute(
     model: Model,
-    dataset: PromptSet | str | Path,
+    dataset: PromptSet | str | Path | Sequence[Mapping[str, Any]],
     *,
     n: int | None = None,
     roles: Sequence[str] | None = None,
@@ -52,8 +52,9 @@ def attribute(
 
     Args:
         model: any view; accounts use weights as stored.
-        dataset: a set from :func:`ov_circuits.prompts.load`, or what it takes: a set's name or a .jsonl file.
-        n, bos, drop: as of :func:`ov_circuits.prompts.load`, for a name or a file.
+        dataset: a set from :func:`ov_circuits.prompts.load`, or what it takes: a set's name, a .jsonl file, or a list of
+            dictionaries.
+        n, bos, drop: as of :func:`ov_circuits.prompts.load`, where it is no set yet.
         roles: named positions to split heads' value paths by; all that every prompt has when None.
         samples: bootstrap draws.
         level: of the intervals.
