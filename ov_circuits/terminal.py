@@ -511,7 +511,7 @@ def print_ablation(frame: pd.DataFrame, top: int) -> None:
         frame = frame.sort_values("total_effect", key=abs, ascending=False).head(top)
     words = ("prompt", "head", "answer", "against")
     rows = [
-        [str(row[name]) if name in words[:2] else _tokens([row[name]]) if name in words else _number(row[name])
+        [str(row[name]) if name in words[:2] else (row[name] and _tokens([row[name]])) if name in words else _number(row[name])
          for name in columns]
         for row in frame.to_dict("records")
     ]  # fmt: skip
@@ -605,13 +605,7 @@ def _print_table(title: str, columns: Sequence[str] | None, rows: Sequence[Seque
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=Text(title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_header=columns is not None,
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_header=columns is not None)
     for i, name in enumerate(columns or ("", "")):
         # On a narrow terminal long names and texts are folded, numbers and the first column never.
         fixed = i == 0 or align[i : i + 1] == "r"
@@ -620,6 +614,9 @@ def _print_table(title: str, columns: Sequence[str] | None, rows: Sequence[Seque
         table.add_column(Text(name), justify=justify, min_width=least, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    stdout().print(
+        Text(title, style="bold"), soft_wrap=True
+    )  # rich would fold a table's own title to the table's width
     stdout().print(table)
 
 

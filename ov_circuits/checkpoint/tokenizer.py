@@ -192,7 +192,8 @@ class Tokenizer:
         if len(pieces) == 1:
             raise CircuitsError(f"{word!r} is no token of its own: the tokenizer reads it as {pieces[0]!r}{hint}")
         parts = ", ".join(map(repr, pieces))
-        raise CircuitsError(f"{word!r} is not one token but {len(pieces)} ({parts}){hint}")
+        what = hint or "; name a word that is one token, or one of these pieces"
+        raise CircuitsError(f"{word!r} is not one token but {len(pieces)} ({parts}){what}")
 
     @cached_property
     def _by_text(self) -> dict[str, int]:
