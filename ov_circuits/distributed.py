@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ov_circuits.processes import Ranks, ranks_of
 
@@ -85,6 +85,24 @@ def tensor_parallel(model: Model, mesh: ProcessGroup | DeviceMesh | None = None)
     from ov_circuits.trace.tensor_parallel import tensor_parallel
 
     return tensor_parallel(model, mesh)
+
+
+def rank_facts(model: Model, layer: int) -> dict[str, Any]:
+    """What this rank holds of a layer of a tensor-parallel model.
+
+    Args:
+        model: what :func:`tensor_parallel` gave.
+        layer: which layer.
+
+    Returns:
+        ``rank``; ``heads``, the first and the last one here; ``block``, their rows of W_O as (in, out), [heads * d_head, d_model].
+
+    Raises:
+        CircuitsError: the model is not distributed.
+    """
+    from ov_circuits.trace.tensor_parallel import rank_facts
+
+    return rank_facts(model, layer)
 
 
 def _share_grams(model: Model, ranks: Ranks) -> None:

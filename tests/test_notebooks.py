@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import ov_circuits as ov
 from ov_circuits.checkpoint.fetch import fetch_smollm2
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -109,3 +111,13 @@ def test_is_committed_with_outputs_and_pictures(notebook: Path) -> None:
     figures = [output.data for output in outputs if "application/vnd.plotly.v1+json" in output.get("data", {})]
     assert figures and all("image/png" in data for data in figures), "GitHub shows the PNG only: run it with kaleido"
     assert notebook.stat().st_size < LARGEST
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_takes_public_names_alone(notebook: Path) -> None:
+    import nbformat
+
+    cells = nbformat.read(notebook, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    assert not re.findall(r"(?:from|import) ov_circuits\..*", code)
+    assert set(re.findall(r"\bov\.(\w+)", code)) <= set(ov.__all__)
