@@ -66,7 +66,10 @@ _FRAME_STYLE = (
 )
 # The frame cannot see the notebook: it asks, and is told whether the text around it is light or dark, now and when that changes.
 _FRAME_SCRIPT = """(() => {
-const frame = document.currentScript.previousElementSibling;
+// A script runs where it stands, but in VS Code at the end of the cell's output.
+const before = document.currentScript.previousElementSibling;
+const frame = before?.matches('.ov-frame') ? before : before?.querySelector('.ov-frame');
+if (!frame) return;
 const tell = () => {
   const pen = document.createElement('canvas').getContext('2d');
   pen.fillStyle = getComputedStyle(frame.parentElement).color;
