@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from einops import repeat
@@ -21,9 +20,6 @@ from torch import Tensor
 
 from ov_circuits.checkpoint.norms import QKNorm
 from ov_circuits.linalg.lowrank import LowRank
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, eq=False)
