@@ -21,7 +21,7 @@ from ov_circuits.linalg.threads import numpy_threads
 _WORTH_PACKING = 8_000_000
 
 
-def times_transpose(x: Float[Tensor, "m k"], y: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
+def times_transpose(x: Float[Tensor, "*batch m k"], y: Float[Tensor, "n k"]) -> Float[Tensor, "*batch m n"]:
     """``x @ y.mT``. The order of the sums is the library's own; give the smaller matrix first, as it is copied."""
     if _for_onednn(x, y):
         return torch.nn.functional.linear(x.to_mkldnn(), y).to_dense()
