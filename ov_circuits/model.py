@@ -453,9 +453,10 @@ def load(
     Args:
         x: nothing (the model that comes with the package), a folder, a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or
             ``.gguf`` file, ``"smollm2"`` (after ``ov-circuits fetch smollm2``), or a hub name such as ``"gpt2"`` or
-            ``"gpt2@main"``. Or what is in memory already: a transformers model, a TransformerLens ``TransformerBridge``, a
-            state dict (with ``config``). Its weights are used without a copy; half precision becomes float32 layer by layer,
-            when a layer is read. Prompts are run on the model or bridge itself.
+            ``"gpt2@main"``. Or what is in memory already: a transformers model (also compiled or data parallel), a
+            TransformerLens ``TransformerBridge``, a state dict (with ``config``; tensors or numpy arrays). Its weights are used
+            without a copy: open it again after you change them. Half precision becomes float32 layer by layer, when a layer
+            is read. Prompts are run on the model or bridge itself.
         config: of a state dict: the content of its ``config.json`` or a transformers config.
         view: weight view; by default ``centred`` for LayerNorm and ``folded`` for RMSNorm models.
         revision: branch, tag or commit of a hub model.
@@ -474,15 +475,29 @@ def load(
 
 
 def _open(x: Any, config: Any, revision: str | None, adapter: str | os.PathLike[str] | None) -> Source:
-    from ov_circuits.checkpoint.in_memory import from_bridge, from_network, from_tensors, is_bridge, is_network
+    from ov_circuits.checkpoint.in_memory import (
+        UNMERGED,
+        from_bridge,
+        from_network,
+        from_tensors,
+        is_bridge,
+        is_network,
+        is_peft,
+        unwrapped,
+    )
     from ov_circuits.checkpoint.locate import open_checkpoint
 
     if adapter is not None and not (x is None or isinstance(x, (str, os.PathLike))):
         raise CircuitsError(f"an adapter is put on a checkpoint by name or path, not on a {type(x).__name__} in memory")
+    if revision is not None and not (x is None or isinstance(x, (str, os.PathLike))):
+        raise CircuitsError(f"a revision belongs to a hub name, not to a {type(x).__name__} in memory")
     if isinstance(x, Mapping):
         return Source(from_tensors(x, config))
     if config is not None:
         raise CircuitsError("a config belongs to a dictionary of tensors: files and models have their own")
+    x = unwrapped(x)
+    if is_peft(x):
+        raise CircuitsError(f"this {type(x).__name__} {UNMERGED}")
     if is_bridge(x):
         return Source(from_bridge(x), bridge=x)
     if is_network(x):

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ov_circuits.checkpoint.contents import Contents, check_contents
+from ov_circuits.checkpoint.contents import Contents, bare_store, check_contents
 from ov_circuits.checkpoint.families import family_of
 from ov_circuits.checkpoint.layout import Architecture, Family, Role
 from ov_circuits.checkpoint.locate import Checkpoint
@@ -47,7 +47,6 @@ class Source:
     """An open checkpoint and the parts of it that have been read. Shared by all views of a model."""
 
     def __init__(self, checkpoint: Checkpoint, *, bridge: Any = None, network: Any = None) -> None:
-        self.checkpoint = checkpoint
         # The user's own transformers model, or the one that trace.engines makes when a prompt is first run.
         self.network: Any = network if bridge is None else bridge.original_model
         self.shard: Shard | None = None  # which heads the network holds here; None: all of them
@@ -55,6 +54,7 @@ class Source:
         self.intact, self.removed = self, frozenset[tuple[int, int]]()  # see :meth:`without`
         self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
         self.family: Family = family_of(checkpoint.config, checkpoint.where)
+        self.checkpoint = checkpoint = replace(checkpoint, store=bare_store(checkpoint.store, self.family))
         self.architecture: Architecture = self.family.architecture(checkpoint.config)
         self.store: TensorStore
         self.contents: Contents
@@ -96,6 +96,7 @@ class Source:
     def layer(self, index: int, view: View) -> Layer:
         """A layer in a view, from the cache of recent ones."""
         key = (index, view)
+        self.store.check_unchanged()
         with self._lock:  # layers are scored side by side
             if key not in self._layers:
                 self._layers[key] = self.read_layer(index, view, range(self.architecture.n_heads))
@@ -106,6 +107,7 @@ class Source:
 
     def read_layer(self, index: int, view: View, heads: range) -> Layer:
         """A layer with some of its query heads, in a view; see :meth:`ov_circuits.model.Model.layer_part`."""
+        self.store.check_unchanged()
         a, family = self.architecture, self.family
         kv_heads = range(heads.start // a.group_size, (heads.stop - 1) // a.group_size + 1)
         if len(heads) % len(kv_heads) or (len(kv_heads) > 1 and len(heads) != len(kv_heads) * a.group_size):

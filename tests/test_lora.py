@@ -73,6 +73,8 @@ def merged(model: Any, folder: Path) -> Path:
         ("llama-grouped", {"modules_to_save": ["lm_head"]}),
         ("llama-grouped", {"target_modules": ["embed_tokens", "v_proj"]}),
         ("gpt2-tied", {"target_modules": ["wte", "c_attn"]}),
+        ("llama-tied", {"target_modules": ["lm_head", "v_proj"]}),
+        ("gpt2-tied", {"target_modules": ["lm_head"]}),
     ],
 )
 def test_adapted_heads_and_their_updates(adapter, tmp_path, name, settings):

@@ -13,6 +13,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import ov_circuits as ov
 from ov_circuits.errors import CircuitsError
@@ -190,3 +192,14 @@ def test_a_model_in_memory_cannot_be_continued(tiny_gpt2_char: Path, bridge_of: 
     with pytest.raises(CircuitsError, match="in memory"):
         ov.scoreboard(ov.load(bridge_of(tiny_gpt2_char)), resume=tmp_path / "heads.parquet")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_single_torch_file_is_no_model_in_memory(write_tiny: Any, tmp_path: Path) -> None:
+    folder = write_tiny("llama")
+    torch.save(load_file(folder / "model.safetensors"), folder / "weights.pt")
+    model = ov.load(folder / "weights.pt")
+    expected = ov.scoreboard(ov.load(folder), ["ov_stable_rank"])
+    for _ in range(2):
+        pd.testing.assert_frame_equal(
+            ov.scoreboard(model, ["ov_stable_rank"], resume=tmp_path / "heads.parquet", keep=True), expected
+        )

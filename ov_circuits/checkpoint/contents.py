@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,25 @@ from typing import Any
 from ov_circuits.checkpoint.layout import Architecture, Family
 from ov_circuits.checkpoint.stores import RenamedStore, TensorStore
 from ov_circuits.errors import CircuitsError
+
+# What wrappers put into the names of the modules inside them: torch.compile, FSDP, activation checkpointing.
+_WRAPPER = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def bare_store(store: TensorStore, family: Family) -> TensorStore:
+    """A store without what was put around the model when it was saved: wrappers' names, and whatever stands before all names.
+
+    Data parallelism writes ``module.model.layers..``, Lightning ``net.model.layers..``. What stands in front is found by the
+    first layer's output projection; where several models lie in one file, nothing is taken off.
+    """
+    short = {name: _WRAPPER.sub("", name) for name in store.names()}
+    sign = f"{family.projections['O'].name.format(layer=0)}.weight"
+    fronts = {
+        name.removesuffix(sign).removesuffix(family.prefix) for name in short.values() if name.endswith(f".{sign}")
+    }
+    front = fronts.pop() if len(fronts) == 1 else ""
+    names = {short[name].removeprefix(front): name for name in short}
+    return store if len(names) < len(short) or list(names) == list(short) else RenamedStore(store, names)
 
 
 def canonical_store(store: TensorStore, family: Family, wanted: Collection[str]) -> TensorStore:

@@ -227,8 +227,10 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     """A path with ``~`` and ``~user`` written out.
 
     Raises:
-        CircuitsError: there is no such user.
+        CircuitsError: it is no path, or there is no such user.
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise CircuitsError(f"a path is a text or a Path, not a {type(name).__name__}")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
@@ -350,6 +352,12 @@ def _hugging_face(name: str, where: Path, folder: Path, store: TensorStore) -> C
         CircuitsError: there is no config, or the weights are quantised.
     """
     config = read_config(folder)
+    refuse_packed(store, str(where))
+    return Checkpoint(name, str(where), config, store, folder=folder)
+
+
+def refuse_packed(store: TensorStore, where: str) -> None:
+    """Raise a CircuitsError if a tensor stands for a weight that is packed."""
     for tensor in store.names():
         kind = next((kind for end, kind in _PACKED.items() if tensor.endswith(end)), None)
         if kind is not None:
@@ -357,7 +365,6 @@ def _hugging_face(name: str, where: Path, folder: Path, store: TensorStore) -> C
                 f"{where} is quantised ({kind}): {tensor} in {store.origin(tensor)} stands for a weight that only its own "
                 "library unpacks. Use the checkpoint that it was made from, or dequantise it with that library and save it"
             )
-    return Checkpoint(name, str(where), config, store, folder=folder)
 
 
 def _foreign(opened: Foreign, name: str, where: Path) -> Checkpoint:

@@ -137,8 +137,11 @@ class Adapter:
                     f"{list(recipes[name].shape)}: adapter and base belong to different models"
                 )
             recipes[name] = new
+        embed, unembed = names.get(f"{family.embed}.weight"), f"{family.unembed}.weight"
         for module in self._factors:
-            name = self._target(names, f"{module}.weight", family)
+            if module == family.unembed and unembed not in recipes and embed is not None:  # tied: the embedding stays
+                recipes[unembed] = Recipe.of(base, embed)
+            name = self._target(names, f"{module}.weight", family, missing=unembed if unembed in recipes else None)
             turned = "embedding" in self._factors[module] or _stored_in_out(family, module)
             recipes[name] = self._added(recipes[name], module, turned)
         return RecipeStore(recipes | self._untied(base, names, family, recipes))

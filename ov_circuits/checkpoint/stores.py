@@ -58,6 +58,10 @@ class TensorStore(ABC):
     def _read(self, name: str) -> Tensor:
         """The tensor as stored."""
 
+    def check_unchanged(self) -> None:
+        """Raise a CircuitsError if the tensors are no longer those that were opened; files are taken to stay as they are."""
+        return None
+
     def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Some rows (and columns) of the tensor as stored; stores that can read them alone do."""
         return self._read(name)[part]
@@ -310,6 +314,19 @@ class MemoryStore(_OpenTensors):
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str = "memory") -> None:
         self._tensors, self._origin = dict(tensors), origin
+        self._watched = [tensor for tensor in self._tensors.values() if not tensor.is_inference()]
+        self._changes = self._count_changes()
+
+    def _count_changes(self) -> int:
+        # torch counts what is written into a tensor (an optimizer's step, load_state_dict), whoever holds it.
+        return sum([tensor._version for tensor in self._watched])
+
+    def check_unchanged(self) -> None:
+        if self._count_changes() != self._changes:
+            raise CircuitsError(
+                f"the weights of {self._origin} were changed after they were opened, and some that were read before are "
+                "still in use: open them again with ov.load, which costs nothing"
+            )
 
     def origin(self, name: str) -> str:
         return self._origin
@@ -395,6 +412,9 @@ class RenamedStore(TensorStore):
 
     def origin(self, name: str) -> str:
         return self._store.origin(self._map[name])
+
+    def check_unchanged(self) -> None:
+        self._store.check_unchanged()
 
     def _read(self, name: str) -> Tensor:
         return self._store._read(self._map[name])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -223,7 +224,7 @@ def run(
         tokens = tokens.to(_device(network))
         # Unembedding is a fifth of a small model's work, and most of what it leaves behind.
         wanted = {} if logits_at is None else {"logits_to_keep": torch.tensor(logits_at, device=tokens.device)}
-        logits = network(tokens, use_cache=False, **wanted).logits
+        logits = _forward(network, model, tokens, **wanted)
     position = ends.get("position")
     if position is not None:
         position = position.expand(len(tokens), -1, -1)
@@ -242,9 +243,33 @@ def likeliest_continuation(model: Model, tokens: Sequence[int], n: int) -> list[
     found: list[int] = []
     with _ready(network), torch.no_grad():
         while len(found) < n and not (found and found[-1] in ends):
-            logits = network(torch.tensor([[*tokens, *found]]).to(_device(network)), use_cache=False).logits
+            logits = _forward(network, model, torch.tensor([[*tokens, *found]]).to(_device(network)))
             found.append(int(logits[0, -1].argmax()))
     return found
+
+
+def _forward(network: Any, model: Model, tokens: Tensor, **wanted: Any) -> Tensor:
+    """The network's logits.
+
+    Raises:
+        CircuitsError: it does not run: weights of two precisions, a hook of the user's that fails, memory that is not there.
+    """
+    try:
+        logits: Tensor = network(tokens, use_cache=False, **wanted).logits
+    except CircuitsError:
+        raise
+    # What a network that is not ours raises, and with which error, is its own affair.
+    except Exception as error:
+        raise CircuitsError(
+            f"{model.name} does not run on this prompt ({_reason(error)}): weight-only scores work. Look whether "
+            "model(input_ids) runs by itself"
+        ) from error
+    return logits
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 200 else text[:200] + '..'}"
 
 
 class _Parts:
@@ -308,6 +333,14 @@ class _Parts:
         added = self._by_prompt(_own(_first(output)))
         return added * self._a.residual_scale if self._a.residual_scale != 1 else added.clone()
 
+    def _of_all_heads(self, pattern: Tensor) -> Tensor:
+        if pattern.shape[1] != self.shard.held:
+            raise CircuitsError(
+                f"{self._where} runs {pattern.shape[1]} heads where its config says {self.shard.held}: "
+                "the config was changed after the model was made"
+            )
+        return pattern
+
     def watch(self, kept: Sequence[dict[str, Tensor]], keep: frozenset[str], ends: dict[str, Tensor]) -> Iterator[Any]:
         """Hooks that write down what passes, into ``kept`` by layer and into ``ends``."""
         for layer, into in enumerate(kept):
@@ -327,7 +360,7 @@ class _Parts:
             if "attention_input" in keep:
                 into["attention_input"] = _own(_hidden(args, kwargs))
             if "pattern" in keep:
-                into["pattern"] = _own(output[1])
+                into["pattern"] = self._of_all_heads(_own(output[1]))
 
         def projection(_: Any, args: Any, output: Tensor) -> None:
             if "z" in keep:
@@ -377,13 +410,20 @@ def _device(network: Any) -> torch.device:
 
 @contextmanager
 def _ready(network: Any) -> Iterator[None]:
-    """A network that gives its patterns and drops nothing out, put back as it was afterwards."""
+    """A network that gives its patterns, drops nothing out and runs as it was written, put back as it was afterwards.
+
+    As it was written: not as ``torch.compile`` made it, which does not see our hooks, nor in an ``autocast`` around the call.
+    """
     training = [module for module in network.modules() if module.training]
     implementation = network.config._attn_implementation
     network.eval()
     _set_attention(network, "eager")
     try:
-        yield
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(_device(network).type, enabled=False))
+            if "torch._dynamo" in sys.modules:  # otherwise nobody has compiled anything
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
     finally:
         for module in training:
             module.training = True
@@ -425,6 +465,7 @@ def check_tokens(model: Model, tokens: Sequence[int]) -> None:
 def network_of(model: Model) -> Any:
     """The checkpoint's transformers model: the user's own, or one built once from the tensors this package reads."""
     source = model.source
+    source.store.check_unchanged()
     if source.network is None:
         source.network = build(source)
     return source.network
@@ -513,10 +554,8 @@ def _blame_config(where: str) -> Iterator[None]:
         raise
     # What a setting breaks, and with which error, is the library's own affair: TypeError, KeyError, ImportError, ...
     except Exception as error:
-        text = " ".join(str(error).split())
-        reason = f"{type(error).__name__}: {text if len(text) <= 200 else text[:200] + '..'}"
         raise CircuitsError(
-            f"transformers cannot build a model from the config of {where} ({reason}): correct config.json; "
+            f"transformers cannot build a model from the config of {where} ({_reason(error)}): correct config.json; "
             "weight-only commands work"
         ) from error
 
