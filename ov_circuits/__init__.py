@@ -14,7 +14,10 @@ Names are resolved on first use, so that ``import ov_circuits`` and ``ov-circuit
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
+
+from ov_circuits.arguments import checked
 
 __version__ = "0.2.0.dev0"
 
@@ -157,6 +160,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ov_circuits' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
     value = getattr(import_module(f"ov_circuits.{_HOMES[name]}"), name)
+    if isfunction(value):
+        value = checked(value)
+        value.__module__ = __name__  # where pickle finds it
     globals()[name] = value
     return value
 

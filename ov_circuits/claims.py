@@ -197,7 +197,10 @@ def check(
         CircuitsError: no such claim, head or relation, or a checkpoint that cannot run or has no tokenizer for a relation.
     """
     claim = parse_claim(claim) if isinstance(claim, str) else claim
-    prompts, others = whole_number("the number of prompts", prompts, 2), whole_number("that of others", others, 1)
+    prompts, others = (
+        whole_number("the number of prompts", prompts, 2, 10**6),
+        whole_number("that of others", others, 1),
+    )
     head = model.head(claim.head)
     generator = torch.Generator().manual_seed(check_seed(seed))
     compared = _others(model, claim, head, others, among, generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 
 class CircuitsError(ValueError):
@@ -17,16 +18,29 @@ class CircuitsError(ValueError):
 LARGEST_SEED = 2**63 - 1
 
 
-def whole_number(name: str, value: object, least: int, most: int | None = None) -> int:
+def is_one_number(value: object) -> bool:
+    """Whether a value is no list, array or tensor of numbers and neither True nor False."""
+    return type(value).__name__ not in ("bool", "bool_") and getattr(value, "ndim", 0) == 0
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is one whole number: an int, or one of numpy's or torch's; True and False are none."""
+    if not is_one_number(value):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
     """An argument as a whole number within bounds.
 
     Raises:
         CircuitsError: it is none.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        number = None
-    else:
-        number = operator.index(value)
+    number = operator.index(value) if is_whole(value) else None
     if number is None or number < least or (most is not None and number > most):
         to = "on" if most is None else f"to {most}"
         raise CircuitsError(f"{name} is a whole number from {least} {to}, not {str(value)[:80]}")

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, overload
 from jaxtyping import Float
 from torch import Tensor
 
+from ov_circuits.arguments import checked
 from ov_circuits.checkpoint.tokenizer import Tokenizer
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, is_whole
 from ov_circuits.folding import (
     VIEW_NOTES,
     View,
@@ -160,7 +161,7 @@ class Model:
         Raises:
             CircuitsError: the model has no such layer.
         """
-        if isinstance(index, bool) or not hasattr(index, "__index__") or not 0 <= index < self.n_layers:
+        if not is_whole(index) or not 0 <= index < self.n_layers:
             raise CircuitsError(f"{self.name} has no layer {index!r}: it has layers 0 to {self.n_layers - 1}")
         return self._source.layer(operator.index(index), self.view)
 
@@ -177,8 +178,8 @@ class Model:
         """All layers in order, one at a time."""
         return (self.layer(index) for index in range(self.n_layers))
 
-    def head(self, label: str | int | tuple[int, int], head: int | None = None) -> Head:
-        """A head by label (``"9.9"``, ``"L9H9"``), by pair, or by two numbers ``head(9, 9)``.
+    def head(self, label: str | int | tuple[int, int] | Head, head: int | None = None) -> Head:
+        """A head by label (``"9.9"``, ``"L9H9"``), by pair, or by two numbers ``head(9, 9)``; of a Head, its like in this model.
 
         Raises:
             CircuitsError: no head of that name.
@@ -409,12 +410,14 @@ class Head:
         """W_E W_V W_O W_U, [n_vocab, n_vocab], never formed: row = token attended to, column = token whose logit moves."""
         return self.model.full_ov(self.layer)[self.index]
 
+    @checked
     def writes(self, token: str | int, k: int = 10) -> pd.DataFrame:
         """What it writes when it attends to a token; see :func:`ov_circuits.scores.directions.writes`."""
         from ov_circuits.scores.directions import writes
 
         return writes(self, token, k)
 
+    @checked
     def reads(self, k: int = 10, direction: int = 0) -> pd.DataFrame:
         """Which tokens excite a singular direction; see :func:`ov_circuits.scores.directions.reads`."""
         from ov_circuits.scores.directions import reads
@@ -428,9 +431,11 @@ def _centre_both(matrix: Tensor) -> Tensor:
     return matrix - matrix.mean(dim=1, keepdim=True)
 
 
-def _parse_label(label: str | int | tuple[int, int], head: int | None) -> tuple[int, int]:
+def _parse_label(label: str | int | tuple[int, int] | Head, head: int | None) -> tuple[int, int]:
+    if isinstance(label, Head) and head is None:
+        return label.layer, label.index
     pair = label if isinstance(label, tuple) and head is None else (label, head)
-    if len(pair) == 2 and all(hasattr(part, "__index__") and not isinstance(part, bool) for part in pair):
+    if len(pair) == 2 and all(is_whole(part) for part in pair):
         return operator.index(pair[0]), operator.index(pair[1])  # type: ignore[arg-type]
     match = _LABEL.fullmatch(label.strip()) if isinstance(label, str) and head is None else None
     if match is None:

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from ov_circuits.arguments import checked
 from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.errors import LARGEST_SEED, CircuitsError
 from ov_circuits.model import Model
@@ -149,6 +150,7 @@ def names() -> list[str]:
     return sorted(file.stem for file in data_file("prompts").glob("*.jsonl"))
 
 
+@checked
 def load(
     source: str | Path | Sequence[Mapping[str, Any]],
     model: Model,
@@ -187,6 +189,7 @@ def load(
     return replace(found, prompts=tuple(found.prompts[index] for index in chosen))
 
 
+@checked
 def read(source: str | Path) -> list[Line]:
     """The lines of a set, as they are in the file.
 

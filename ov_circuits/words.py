@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from ov_circuits.checkpoint.tokenizer import bos_in_vocabulary
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, is_whole
 from ov_circuits.model import Model
 
 
@@ -17,13 +18,13 @@ def token_id(model: Model, word: str | int) -> int:
     """
     if isinstance(word, str):
         return model.tokenizer.single(word)
-    if isinstance(word, bool) or not hasattr(word, "__index__"):
+    if not is_whole(word):
         raise CircuitsError(f"{word!r} is no token: give a word or a token id")
     if not 0 <= word < model.architecture.n_vocab:
         raise CircuitsError(
             f"token id {word} is outside the vocabulary of {model.name} (0 to {model.architecture.n_vocab - 1})"
         )
-    return word
+    return operator.index(word)
 
 
 def token_text(model: Model, token: int) -> str:

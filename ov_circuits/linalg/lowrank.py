@@ -23,6 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ov_circuits.arguments import checked
 from ov_circuits.linalg.products import row_gram
 from ov_circuits.linalg.rows import Columns, Rows
 
@@ -224,6 +225,7 @@ class LowRank(Spectrum):
         """How many singular values can differ from zero: min(n, r, m). Gram roots are r x r even where n or m is smaller."""
         return min(*self.shape[-2:], self.rank)
 
+    @checked
     def singular_pairs(self, k: int | None = None) -> SingularPairs:
         """The leading ``k`` singular triples (all of the min(n, r, m) when None), as float64.
 
@@ -248,6 +250,7 @@ class LowRank(Spectrum):
         """B^T @ coefficients, [..., m, k]."""
         return self.right.double().mT @ coefficients
 
+    @checked
     def top_entries(self, k: int, *, largest: bool = True) -> Entries:
         """The ``k`` largest (or smallest) entries of M; see :func:`ov_circuits.linalg.top_entries.top_entries`."""
         from ov_circuits.linalg.top_entries import top_entries

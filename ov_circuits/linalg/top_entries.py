@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ov_circuits.errors import whole_number
 from ov_circuits.linalg.lowrank import Entries
 
 _BLOCK = 2048
@@ -44,10 +45,10 @@ def top_entries(A: Float[Tensor, "n r"], B: Float[Tensor, "r m"], k: int) -> Top
     Memory is a few copies of the factors and one block of the product.
 
     Raises:
-        ValueError: a factor holds NaN or infinity, or k < 1.
+        CircuitsError: k is no whole number from 1 on.
+        ValueError: a factor holds NaN or infinity.
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    k = whole_number("k", k, 1)
     if not (A.isfinite().all() and B.isfinite().all()):
         raise ValueError("the factors hold NaN or infinity: there are no largest entries")
     rows, columns = _balanced(A.double(), B.double())

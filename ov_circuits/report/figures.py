@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ov_circuits.arguments import checked
 from ov_circuits.errors import CircuitsError
 from ov_circuits.report.text import visible
 
@@ -66,6 +67,7 @@ def template() -> go.layout.Template:
 # -- all heads --------------------------------------------------------------------------------------------------------
 
 
+@checked
 def head_map(board: pd.DataFrame, score: str) -> go.Figure:
     """One score as a map, layers down and heads across.
 
@@ -84,6 +86,7 @@ def head_map(board: pd.DataFrame, score: str) -> go.Figure:
     return figure
 
 
+@checked
 def score_scatter(board: pd.DataFrame, x: str, y: str, colour: str = "layer") -> go.Figure:
     """Two columns of the scoreboard against each other, one point a head."""
     import plotly.graph_objects as go
@@ -103,6 +106,7 @@ def score_scatter(board: pd.DataFrame, x: str, y: str, colour: str = "layer") ->
     return _finish(figure, f"{_label(y)} against {_label(x)}", x=_label(x), y=_label(y))
 
 
+@checked
 def space_map(frame: pd.DataFrame, space: str = "write") -> go.Figure:
     """All heads by what they ``write`` or ``read``: the frame of :func:`ov_circuits.space_map`, coloured by layer."""
     import plotly.graph_objects as go
@@ -126,6 +130,7 @@ def space_map(frame: pd.DataFrame, space: str = "write") -> go.Figure:
     return _finish(figure, f"Heads by their {space} spaces", x=names[0], y=names[1])
 
 
+@checked
 def composition_graph(frame: pd.DataFrame, n: int = 60) -> go.Figure:
     """The ``n`` strongest paths as a layered graph: a frame of :func:`ov_circuits.composition`, by falling ``z_paired``."""
     import plotly.graph_objects as go
@@ -178,6 +183,7 @@ def composition_graph(frame: pd.DataFrame, n: int = 60) -> go.Figure:
 # -- one head ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def spectrum(values: pd.DataFrame | Float[Tensor, " k"]) -> go.Figure:
     """Singular values as bars, and their band by chance where there is one.
 
@@ -203,6 +209,7 @@ def spectrum(values: pd.DataFrame | Float[Tensor, " k"]) -> go.Figure:
     return _finish(figure, title + note, x="index", y="singular value").update_layout(bargap=0.25)
 
 
+@checked
 def eigenvalues(values: Tensor, name: str = "OV") -> go.Figure:
     """Eigenvalues in the complex plane, both axes to one scale; positive real parts orange, negative ones blue."""
     import plotly.graph_objects as go
@@ -228,6 +235,7 @@ def eigenvalues(values: Tensor, name: str = "OV") -> go.Figure:
     )
 
 
+@checked
 def singular_directions(frame: pd.DataFrame) -> go.Figure:
     """One singular direction, both ends: the tokens that excite it at the left, what is then written at the right.
 
@@ -264,6 +272,7 @@ def singular_directions(frame: pd.DataFrame) -> go.Figure:
 # -- a prompt ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def attention_pattern(
     pattern: Float[Tensor, "destination source"], tokens: Sequence[str], name: str = "attention"
 ) -> go.Figure:
@@ -286,6 +295,7 @@ def attention_pattern(
     return figure
 
 
+@checked
 def attribution_map(account: pd.DataFrame) -> go.Figure:
     """What each head moves to the answer, value bias and value path together: a frame of ``trace.ledger(..)``."""
     heads = account[account["component"] == "head"]
@@ -296,6 +306,7 @@ def attribution_map(account: pd.DataFrame) -> go.Figure:
     return figure.update_layout(title={"text": f"Heads' part in the {_quantity(account)}"})
 
 
+@checked
 def waterfall(account: pd.DataFrame, by: str = "kind") -> go.Figure:
     """The closed account as steps that end at the model's own number.
 

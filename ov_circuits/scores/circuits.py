@@ -42,7 +42,9 @@ class Circuit:
         return bool(self.reader.isfinite().all()) and bool(self.writer.isfinite().all())
 
 
-def circuits(model: Model, heads: Sequence[str] | None = None, each: bool = False) -> Iterator[Circuit]:
+def circuits(
+    model: Model, heads: Head | str | Sequence[Head | str] | None = None, each: bool = False
+) -> Iterator[Circuit]:
     """The circuits to score, one after the other.
 
     Args:
@@ -57,9 +59,9 @@ def circuits(model: Model, heads: Sequence[str] | None = None, each: bool = Fals
     """
     if heads is None:
         return (_one(head) for head in track(list(model.heads()), "Scoring heads"))
-    chosen = [model.head(label) for label in ([heads] if isinstance(heads, str) else heads)]
+    chosen = [model.head(one) for one in ([heads] if isinstance(heads, (str, Head)) else heads)]
     if not chosen or len({head.label for head in chosen}) < len(chosen):
-        raise CircuitsError(f"heads = {list(heads)!r} names no head, or one of them twice: give each label once")
+        raise CircuitsError(f"heads = {heads!r} names no head, or one of them twice: give each label once")
     if each:
         return (_one(head) for head in chosen)
     return iter([_sum(chosen)])

@@ -32,7 +32,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, whole_number
 from ov_circuits.linalg.nulls import (
     Null,
     benjamini_hochberg,
@@ -206,7 +206,7 @@ def strongest_paths(model: Model, n: int = 50, kind: str = "all") -> pd.DataFram
 
 def strongest(frame: pd.DataFrame, n: int) -> pd.DataFrame:
     """The ``n`` first rows of a frame of :func:`composition` by falling ``z_paired``."""
-    found = frame.nlargest(n, "z_paired").reset_index(drop=True)
+    found = frame.nlargest(whole_number("n", n, 1), "z_paired").reset_index(drop=True)
     found.attrs = frame.attrs
     return found
 
@@ -259,7 +259,7 @@ def component_composition(
             )
         )
     frame = pd.concat(parts).sort_values("value", ascending=False, kind="stable", ignore_index=True)
-    frame = frame if n is None else frame.head(n)
+    frame = frame if n is None else frame.head(whole_number("n", n, 1))
     frame.attrs = {
         "model": model.name,
         "view": model.view,

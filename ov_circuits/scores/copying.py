@@ -22,7 +22,7 @@ from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import CircuitsError, check_seed
 from ov_circuits.linalg.vocab_ranks import capped_ranks, full_ranks
-from ov_circuits.model import Model
+from ov_circuits.model import Head, Model
 from ov_circuits.scores.circuits import TokenScore, circuits
 from ov_circuits.scores.sources import SOURCES, source_embedding, source_rows
 
@@ -35,7 +35,7 @@ IOI_TOP = 5
 
 def rank_copying(
     model: Model,
-    heads: Sequence[str] | None = None,
+    heads: Head | str | Sequence[Head | str] | None = None,
     source: str = "embed",
     *,
     each: bool = False,
@@ -74,7 +74,7 @@ def rank_copying(
 
 def ioi_copying(
     model: Model,
-    heads: Sequence[str] | None = None,
+    heads: Head | str | Sequence[Head | str] | None = None,
     source: str = "embed_plus_mlp0",
     *,
     each: bool = False,
@@ -104,7 +104,7 @@ def ioi_copying(
 
 def ioi_negative_copying(
     model: Model,
-    heads: Sequence[str] | None = None,
+    heads: Head | str | Sequence[Head | str] | None = None,
     source: str = "embed_plus_mlp0",
     *,
     each: bool = False,
@@ -184,7 +184,7 @@ def _standard_error(ranks: Tensor, population: int) -> float:
 
 def ioi_scores(
     model: Model,
-    heads: Sequence[str] | None,
+    heads: Head | str | Sequence[Head | str] | None,
     source: str,
     each: bool,
     names: Sequence[str] | str | Path | None,
@@ -276,7 +276,7 @@ def read_csv(file: Path) -> list[list[str]]:
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CircuitsError(f"{file} cannot be read: {error}") from error
     kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     return [[cell.strip() for cell in row] for row in csv.reader(kept)]

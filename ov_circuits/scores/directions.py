@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, whole_number
 from ov_circuits.linalg.rows import Rows
 from ov_circuits.model import Head, Model
 from ov_circuits.words import token_id, token_text
@@ -74,6 +74,7 @@ def directions(model: Model, layer: int, k: int = 6, tokens: int = 8) -> Directi
     """
     if not model.has_embeddings:
         raise CircuitsError(f"singular directions cannot be read through a vocabulary: {model.why_no_vocabulary}")
+    k = whole_number("k", k, 1)
     finite = model.layer(layer).finite_heads.unsqueeze(-1)
     ov = model.layer(layer).finite_part.ov
     pairs = ov.singular_pairs(k)
@@ -114,7 +115,7 @@ def _project(vocabulary: Rows, vectors: Tensor) -> Tensor:
 
 def _ends(projections: Tensor, n: int) -> Ends:
     """[head, k, n_vocab] -> the ``n`` strongest tokens at both ends."""
-    n = min(n, projections.shape[-1])
+    n = min(whole_number("the number of tokens", n, 1), projections.shape[-1])
     plus, minus = projections.topk(n, largest=True), projections.topk(n, largest=False)
     return Ends(plus.indices, plus.values, minus.indices, minus.values)
 
@@ -143,6 +144,7 @@ def reads(head: Head, k: int = 10, direction: int = 0) -> pd.DataFrame:
     Returns:
         Columns ``end`` (``+`` or ``-``), ``side`` (``read`` or ``write``), ``id``, ``token``, ``value``.
     """
+    direction = whole_number("a direction", direction, 0)
     found = directions(head.model, head.layer, k=direction + 1, tokens=k)
     if direction >= found.values.shape[-1]:
         raise CircuitsError(f"head {head.label} has {found.values.shape[-1]} singular directions, not {direction + 1}")
@@ -196,7 +198,7 @@ def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
     records = []
     for side, vocabulary, basis in (("read", model.embedding, vectors.U), ("write", model.unembedding, vectors.V)):
         lengths = (vocabulary @ basis[:, chosen].float()).norm(dim=-1)
-        best = lengths.topk(min(k, lengths.numel()))
+        best = lengths.topk(min(whole_number("k", k, 1), lengths.numel()))
         shares = best.values / vocabulary[best.indices].norm(dim=-1)
         for token, value, share in zip(best.indices.tolist(), best.values.tolist(), shares.tolist(), strict=True):
             records.append((side, token, token_text(model, token), value, share))
@@ -206,7 +208,7 @@ def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
 
 
 def _ends_frame(model: Model, row: Tensor, k: int, names: tuple[str, str], source: int) -> pd.DataFrame:
-    k = min(k, row.shape[-1])
+    k = min(whole_number("k", k, 1), row.shape[-1])
     records = []
     for name, best in ((names[0], row.topk(k)), (names[1], row.topk(k, largest=False))):
         for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):

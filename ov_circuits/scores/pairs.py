@@ -35,7 +35,7 @@ def strongest_token_pairs(model: Model, head: str | Head, k: int = 20) -> pd.Dat
     Raises:
         CircuitsError: unknown head, no embeddings, weights that are not finite.
     """
-    chosen = model.head(head) if isinstance(head, str) else head
+    chosen = model.head(head)
     need_embeddings(model, "token pairs of the OV circuit")
     full = chosen.full_ov
     frame = pair_frame(model, full.left, full.right, k, ("source", "output"))

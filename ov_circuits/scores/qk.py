@@ -122,7 +122,7 @@ def largest_query_key_pairs(model: Model, head: str | Head, k: int = 20, offset:
     Raises:
         CircuitsError: unknown head, no embeddings, an offset where there are no rotary positions, weights not finite.
     """
-    chosen = model.head(head) if isinstance(head, str) else head
+    chosen = model.head(head)
     need_embeddings(model, "query-key token pairs")
     qk = _qk(model, model.layer(chosen.layer), offset)[chosen.index]
     queries, keys = model.embedding @ qk.left.float(), model.embedding @ qk.right.mT.float()
@@ -148,7 +148,7 @@ def position_pattern(model: Model, head: str | Head) -> Float[Tensor, "query key
     Raises:
         CircuitsError: unknown head; rotary positions, which are no vectors in the residual stream.
     """
-    chosen = model.head(head) if isinstance(head, str) else head
+    chosen = model.head(head)
     if model.architecture.positions == "rotary":
         raise CircuitsError(
             f"{model.name} has rotary positions: no vectors in the residual stream stand for them, so there is no pattern from "
@@ -181,7 +181,7 @@ def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tupl
     Raises:
         CircuitsError: unknown head, no rotary positions, no embeddings.
     """
-    chosen = model.head(head) if isinstance(head, str) else head
+    chosen = model.head(head)
     need_embeddings(model, "offset profiles")
     turned_by = _turn(model, chosen.layer)
     if turned_by is None:

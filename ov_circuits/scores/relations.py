@@ -24,7 +24,7 @@ from torch import Tensor
 from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.vocab_ranks import Ranks, capped_ranks
-from ov_circuits.model import Model
+from ov_circuits.model import Head, Model
 from ov_circuits.scores.circuits import TokenScore, circuits
 from ov_circuits.scores.copying import frame_of, read_csv, share_below, single_token
 from ov_circuits.scores.sources import source_embedding
@@ -86,7 +86,7 @@ def relation_scores(
     k: int = 10,
     source: str = "embed_mlp0",
     *,
-    heads: Sequence[str] | None = None,
+    heads: Head | str | Sequence[Head | str] | None = None,
     each: bool = False,
     view: str = "raw",
 ) -> pd.DataFrame:

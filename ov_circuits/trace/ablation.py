@@ -26,13 +26,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, is_whole
 from ov_circuits.model import Head, Model
 from ov_circuits.progress import track
 from ov_circuits.prompts import PromptSet, load
 from ov_circuits.trace.engines import Batch, Edits, batches, pad, run
 from ov_circuits.trace.ledger import Reading, logit_reading, write_direction
-from ov_circuits.trace.trace import Trace, unbiased_values
+from ov_circuits.trace.trace import Trace, unbiased_values, whole_ids
 from ov_circuits.words import token_id, token_list
 
 if TYPE_CHECKING:
@@ -220,7 +220,11 @@ def cases(
     if not asked:
         raise CircuitsError("there is no prompt: give at least one")
     split = [_question(one, answer, against) for one in asked]
-    given = [prompt for prompt, _, _ in split if not isinstance(prompt, Trace)]
+    given: list[Any] = [
+        prompt if isinstance(prompt, str) else whole_ids(prompt)
+        for prompt, _, _ in split
+        if not isinstance(prompt, Trace)
+    ]
     fresh = iter(model.trace(given, bos=bos) if given else [])
     found = []
     for prompt, wanted, other in split:
@@ -273,7 +277,7 @@ def _weighting(answer: Any, against: Any) -> Mapping[Any, float]:
 
 
 def _is_ids(prompts: Sequence[Any]) -> bool:
-    return bool(prompts) and all(hasattr(token, "__index__") for token in prompts)
+    return bool(prompts) and all(is_whole(token) for token in prompts)
 
 
 def _question(one: Any, answer: Any, against: str | int | None) -> tuple[Any, Any, Any]:
@@ -291,7 +295,7 @@ def _heads(model: Model, heads: Head | str | Sequence[Head | str]) -> tuple[Head
     several = [heads] if isinstance(heads, (Head, str)) else list(heads)
     if not several:
         raise CircuitsError("there is no head to ablate: name at least one")
-    found = tuple(model.head(head.label if isinstance(head, Head) else head) for head in several)
+    found = tuple(model.head(head) for head in several)
     twice = {head.label for head in found if found.count(head) > 1}
     if twice:
         raise CircuitsError(f"head {min(twice)} is named twice: name each head once")
@@ -555,8 +559,13 @@ def _losses(case: Case, ablated: Float[Tensor, "pos n_vocab"], span: slice | Non
     """Cross-entropies and divergences of log-probabilities."""
     clean, at = case.log_probabilities, case.reading.position
     tokens = torch.tensor(case.trace.tokens)
-    predicted = torch.arange(len(tokens))[slice(1, None) if span is None else span]
-    predicted = predicted[predicted > 0]
+    try:
+        asked = range(1, len(tokens)) if span is None else range(len(tokens))[span]
+        predicted = torch.tensor([at for at in asked if at > 0], dtype=torch.long)
+    except (TypeError, ValueError) as error:
+        raise CircuitsError(f"span is a slice of positions, such as slice(3, None), not {str(span)[:80]}") from error
+    if span is not None and not len(predicted):
+        raise CircuitsError(f"span = {span} holds none of the {len(tokens) - 1} tokens that are predicted")
     before = predicted - 1
     divergence = _kl(clean[before], ablated[before])
     return {

@@ -197,7 +197,7 @@ def _asked(names: Sequence[str] | str | None) -> list[str]:
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(seeds, Sequence) and seeds:
         return tuple(check_seed(seed) for seed in seeds)
-    return tuple(range(whole_number("the number of seeds", seeds, 1)))
+    return tuple(range(whole_number("the number of seeds", seeds, 1, 10**6)))
 
 
 # -- probes -----------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class _Probe:
 
     @classmethod
     def of(cls, model: Model, seeds: tuple[int, ...], length: int | None, rows: int) -> _Probe:
-        whole_number("rows", rows, 1)
+        whole_number("rows", rows, 1, 10**6)
         pool, n_ctx = ordinary_tokens(model), model.architecture.n_ctx
         if not pool:
             raise CircuitsError(f"{model.name} has no token but special ones: nothing to draw probes from")

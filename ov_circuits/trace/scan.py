@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ov_circuits.arguments import checked
 from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import LARGEST_SEED, CircuitsError, whole_number
 from ov_circuits.files import atomic_path, drop_if_empty
@@ -121,6 +122,7 @@ class Scan:
         """Model, corpus, window, BOS, seed, the model's own mean loss."""
         return {str(key): value for key, value in self.heads.attrs.items()}
 
+    @checked
     def of(self, head: str) -> pd.DataFrame:
         """One head's examples.
 
@@ -131,6 +133,7 @@ class Scan:
             raise CircuitsError(f"the scan has no head {str(head)[:80]!r}: write it as {self.heads['head'].iloc[0]!r}")
         return self.examples[self.examples["head"] == head]
 
+    @checked
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the frames as Parquet into a folder, which is made where it is not there; :func:`open_scan` reads them again.
 
@@ -141,8 +144,8 @@ class Scan:
         made = not folder.exists()
         try:
             folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise CircuitsError(f"cannot make the folder {folder}: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise CircuitsError(f"cannot make the folder {folder}: {getattr(error, 'strerror', error)}") from error
         try:
             with ExitStack() as files:  # renamed when all are written
                 for name in _FRAMES:

@@ -22,8 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ov_circuits.arguments import checked
 from ov_circuits.checkpoint.tokenizer import why_no_bos
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, is_whole
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Head, Layer, Model
 from ov_circuits.shown import counted, notebook_html
@@ -70,6 +71,7 @@ class Trace:
         """The model's own logits: of all positions, or of the last one where only those were asked for."""
         return self.record.logits
 
+    @checked
     def row(self, position: int) -> int:
         """Where a position's logits are among those that were kept.
 
@@ -96,17 +98,20 @@ class Trace:
 
     # -- one head -------------------------------------------------------------------------------------------------------
 
+    @checked
     def pattern(self, head: Head | str) -> Float[Tensor, "destination source"]:
         """Attention of a head."""
         layer, index, _ = self.parts(head)
         return layer.pattern[self.record.shard.index(index)]
 
+    @checked
     def values(self, head: Head | str) -> Float[Tensor, "source d_head"]:
         """Values that a head can move, b_V included."""
         layer, index, weights = self.parts(head)
         values = unbiased_values(layer, weights)[index]
         return values if weights.b_V is None else values + weights.per_query_head(weights.b_V)[index]
 
+    @checked
     def head_writes(self, head: Head | str) -> Float[Tensor, "source destination d_model"]:
         """The value path: what a head moves from each source token to each destination, without the value bias.
 
@@ -116,11 +121,13 @@ class Trace:
         moved = unbiased_values(layer, weights)[index] @ weights.W_O[index]
         return self.pattern(head).mT.unsqueeze(-1) * moved.unsqueeze(1)
 
+    @checked
     def value_bias_write(self, head: Head | str) -> Float[Tensor, "destination d_model"]:
         """What the head writes because of b_V, whatever it attends to: (sum_s A[t, s]) b_V W_O; zero without a bias."""
         _, index, weights = self.parts(head)
         return self.pattern(head).sum(-1, keepdim=True) * value_bias_writes(weights)[index]
 
+    @checked
     def write(self, head: Head | str) -> Float[Tensor, "destination d_model"]:
         """All that a head writes at each position: z W_O."""
         layer, index, weights = self.parts(head)
@@ -142,12 +149,14 @@ class Trace:
             weighted.append(layer.pattern * sizes.unsqueeze(1))
         return shard.gather(torch.stack(weighted), 1)
 
+    @checked
     def ledger(self, answer: Answer, against: str | int | None = None, position: int = -1) -> pd.DataFrame:
         """The closed account of a logit or a logit difference; see :func:`ov_circuits.trace.ledger.ledger`."""
         from ov_circuits.trace.ledger import ledger
 
         return ledger(self, answer, against, position)
 
+    @checked
     def ledger_into(
         self,
         head: Head | str,
@@ -163,6 +172,7 @@ class Trace:
 
         return ledger_into(self, head, side, source=source, destination=destination, answer=answer, against=against)
 
+    @checked
     def stream_ledger(self, layer: int, direction: Tensor, position: int = -1) -> pd.DataFrame:
         """Who wrote a direction of the stream before a layer; see :func:`ov_circuits.trace.ledger.stream_ledger`."""
         from ov_circuits.trace.ledger import stream_ledger
@@ -171,6 +181,7 @@ class Trace:
 
     # -- files ------------------------------------------------------------------------------------------------------------
 
+    @checked
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the trace as safetensors: no pickle, no code. :func:`open_trace` reads it again, with the same checkpoint.
 
@@ -324,10 +335,10 @@ def open_trace(file: str | os.PathLike[str], model: Model) -> Trace:
 
 def whole_ids(prompt: Any) -> list[int]:
     """Whole numbers of a sequence or a one-dimensional tensor; nothing is rounded or read out of text."""
-    if isinstance(prompt, Tensor):
+    if hasattr(prompt, "tolist"):  # a tensor, an array
         prompt = prompt.tolist()
     wrong = not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray))
-    if wrong or any(isinstance(token, bool) or not hasattr(token, "__index__") for token in prompt):
+    if wrong or not all(is_whole(token) for token in prompt):
         raise CircuitsError(f"a prompt is a text or a list of token ids (whole numbers), not {str(prompt)[:80]}")
     return [operator.index(token) for token in prompt]
 
