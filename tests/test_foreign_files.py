@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from foreign_files import (
@@ -496,3 +497,84 @@ def test_interleaving_is_not_undone_by_itself():
     rows: Tensor = torch.arange(16.0)[:, None]
     assert interleaved(rows, 2)[:4, 0].tolist() == [0, 4, 1, 5]
     assert not torch.equal(interleaved(interleaved(rows, 2), 2), rows)
+
+
+class _Address:
+    """Unpickled by numpy, an array with an object at an address of the file's choice: looked at, it ends the process."""
+
+    def __reduce__(self):
+        return np.ndarray, ((1,), [("f", "O")], b"A" * 8)
+
+
+class _Called:
+    """Unpickled, the call of something."""
+
+    def __init__(self, function, *args):
+        self._call = function, args
+
+    def __reduce__(self):
+        return self._call
+
+
+def test_a_megatron_file_makes_no_array_of_numpy(write_tiny, tmp_path):
+    from ov_circuits.checkpoint.megatron import _allowed
+    from ov_circuits.checkpoint.stores import load_torch
+
+    made = write_megatron(write_tiny("gpt2", seed=8), tmp_path / "m")
+    file = made / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["args"].num_layers = [_Address()]
+    torch.save(content, file)
+    (found,) = load_torch(file, _allowed())["args"].num_layers
+    assert not isinstance(found, np.ndarray), "its object's address would be followed"
+    with pytest.raises(CircuitsError, match="num_layers is"):
+        ov.load(made)
+
+
+def test_what_megatron_of_today_keeps_beside_the_weights_is_passed_over(write_tiny, tmp_path, monkeypatch):
+    import enum
+    import io
+    import signal
+    import sys
+    import types
+
+    folder = write_tiny("gpt2", seed=8)
+    made = write_megatron(folder, tmp_path / "m")
+    file = made / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    for name in ("megatron", "megatron.core", "megatron.core.transformer"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for name, member in (("core.enums", "ModelType"), ("core.transformer.enums", "AttnBackend")):
+        module = types.ModuleType(f"megatron.{name}")
+        kind = enum.Enum(member, {"one": 1}, module=module.__name__)
+        setattr(module, member, kind)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        setattr(content["args"], member, kind.one)
+    content["args"].save = tmp_path
+    content["args"].exit_signal = signal.SIGTERM
+    content["args"].lr = np.float64(0.1)
+    content["rerun"] = types.SimpleNamespace(buffer=io.BytesIO(b"x"))
+    torch.save(content, file)
+    monkeypatch.undo()
+    same_model(ov.load(made), folder)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (np.load, "x"),
+        (np.frombuffer, b"x"),
+        (eval, "1"),
+        (getattr, 1, "real"),
+        (__import__, "os"),
+        (shutil.rmtree, "nowhere"),
+    ],
+)
+def test_a_megatron_file_calls_nothing(write_tiny, tmp_path, call):
+    made = write_megatron(write_tiny("gpt2", seed=8), tmp_path / "m")
+    file = made / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["args"].save = _Called(*call)
+    torch.save(content, file)
+    with pytest.raises(CircuitsError, match="more than tensors"):
+        ov.load(made)

@@ -141,15 +141,37 @@ def _rank_files(folder: Path) -> list[Path]:
     return files
 
 
-def _allowed() -> list[Any]:
-    """What Megatron keeps beside the weights: its arguments, and numpy's random state. None of these runs code."""
-    import numpy as np
+class _Passed:
+    """Holds nothing. It stands where a pickle asks for something that Megatron keeps and nobody needs here.
 
-    rebuild: Any = np.empty(0).__reduce__()[
-        0
-    ]  # numpy._core.multiarray._reconstruct, in older files without the underscore
-    names = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-    return [argparse.Namespace, *names, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    Above all it stands for numpy, which must not be asked itself: ``ndarray(shape, dtype, buffer)`` makes objects out of
+    whatever addresses a file names.
+    """
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+
+# What Megatron's own list of harmless names (its safe_globals) has besides its arguments, and numpy's scalars.
+_NAMES = (
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    "numpy.ndarray",
+    "numpy.dtype",
+    "types.SimpleNamespace",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "_io.BytesIO",
+    "signal.Signals",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    *(f"megatron.core.rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
+)
+
+
+def _allowed() -> list[Any]:
+    """What a rank's file may hold besides tensors: Megatron's arguments; what stands for the rest is passed over."""
+    return [argparse.Namespace, _Passed, *((_Passed, name) for name in _NAMES)]
 
 
 def _args(loaded: Any, file: Path) -> dict[str, Any]:
