@@ -418,3 +418,19 @@ def test_the_files_that_are_changed_here_are_copies(tiny_folders, copied):
         load_file(folder / "model.safetensors").keys()
         == load_file(tiny_folders("gpt2-tied") / "model.safetensors").keys()
     )
+
+
+@pytest.mark.parametrize("entry", ["version", "byteorder", ".data/serialization_id"])
+def test_a_torch_archive_with_anything_large_besides_numbers_is_refused(tmp_path, monkeypatch, entry):
+    from ov_circuits.checkpoint import stores
+
+    plain, swollen = tmp_path / "plain.pt", tmp_path / "swollen.pt"
+    torch.save({"a": torch.zeros(3000)}, plain)
+    monkeypatch.setattr(stores, "_LARGEST_PICKLE", 10_000)
+    with zipfile.ZipFile(plain) as given, zipfile.ZipFile(swollen, "w") as made:
+        for name in given.namelist():
+            large = name.partition("/")[2] == entry
+            made.writestr(name, b"3" * 20_000 if large else given.read(name))
+    assert stores.load_torch(plain)["a"].shape == (3000,)
+    with pytest.raises(CircuitsError, match=entry):
+        stores.load_torch(swollen)

@@ -221,3 +221,17 @@ def test_a_whole_replaced_weight_has_no_low_rank(adapter):
         model.ov_update(0)
     with pytest.raises(CircuitsError, match="itself: name its base"):
         ov.load(folder, adapter=folder)
+
+
+def test_an_empty_base_is_none_and_a_pattern_is_named_by_its_key(adapter):
+    _, folder, _ = adapter("llama-grouped")
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    for key in ("rank_pattern", "alpha_pattern"):
+        said(folder, **{key: [1]})
+        with pytest.raises(CircuitsError, match=f"its setting {key} is no object"):
+            ov.load(folder).head("0.0").W_V  # noqa: B018
+        said(folder, **{key: {}})
+    said(folder, base_model_name_or_path="")
+    with pytest.raises(CircuitsError, match="names no base model"):
+        ov.load(folder)
+    assert ov.load(base, adapter=folder).verify().passed

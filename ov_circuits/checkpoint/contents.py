@@ -73,7 +73,7 @@ def check_contents(
     Raises:
         CircuitsError: an attention tensor is missing, or a shape contradicts the config.
     """
-    shapes = family.shapes(architecture, config)
+    shapes = family.shapes(architecture, config, {name.removeprefix(family.prefix) for name in store.names()})
     # Some files store an unembedding though the config ties it.
     unembedding = {f"{family.unembed}.weight": (architecture.n_vocab, architecture.d_model)}
     wanted = shapes.attention | shapes.embeddings | shapes.mlps | unembedding

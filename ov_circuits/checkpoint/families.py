@@ -372,6 +372,17 @@ def _mixtral_experts(a: Architecture, get: Config) -> dict[str, tuple[int, ...]]
     return shapes
 
 
+def _merged_experts(a: Architecture, get: Config) -> dict[str, tuple[int, ...]]:
+    """As transformers keeps them from version 5 on: a layer's experts in one tensor, gate and what is gated side by side."""
+    experts = get.count("num_local_experts", 8, largest=MOST_LAYERS)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(a.n_layers):
+        shapes[f"layers.{layer}.mlp.gate.weight"] = (experts, a.d_model)
+        shapes[f"layers.{layer}.mlp.experts.gate_up_proj"] = (experts, 2 * a.d_mlp, a.d_model)
+        shapes[f"layers.{layer}.mlp.experts.down_proj"] = (experts, a.d_model, a.d_mlp)
+    return shapes
+
+
 MIXTRAL = replace(
     LLAMA,
     name="mixtral",
@@ -379,6 +390,7 @@ MIXTRAL = replace(
     mlp={},
     no_mlp="its layers choose among experts for every token, so no single MLP stands for layer 0",
     more=_mixtral_experts,
+    merged=_merged_experts,
 )
 
 

@@ -6,7 +6,7 @@ are in head-major order. What a head is, is decided in :mod:`ov_circuits.source`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -242,6 +242,7 @@ class Family:
             projection's module is the one that ``projections["O"]`` names.
         aliases: older names of tensors -> the names used here.
         more: shapes of MLP tensors that are not in ``mlp`` (experts).
+        merged: the same under the names of transformers' running model, which keeps them otherwise than the files.
         variant: config -> fields of this row that it changes.
     """
 
@@ -271,6 +272,7 @@ class Family:
     k_norm: str | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     more: Callable[[Architecture, Config], dict[str, tuple[int, ...]]] | None = None
+    merged: Callable[[Architecture, Config], dict[str, tuple[int, ...]]] | None = None
     variant: Callable[[Config], Mapping[str, Any]] | None = None
 
     def of(self, config: Mapping[str, Any]) -> Family:
@@ -290,15 +292,20 @@ class Family:
         """
         return self.numbers(Config(config, self.name))
 
-    def shapes(self, a: Architecture, config: Mapping[str, Any]) -> Shapes:
-        """All tensors of the model with the shapes that the config implies, by group."""
+    def shapes(self, a: Architecture, config: Mapping[str, Any], held: Collection[str] = ()) -> Shapes:
+        """All tensors of the model with the shapes that the config implies, by group.
+
+        Where the names that are ``held`` have merged experts among them, those are the ones.
+        """
         attention: dict[str, tuple[int, ...]] = {}
         mlps: dict[str, tuple[int, ...]] = {}
         for layer in range(a.n_layers):
             attention |= dict(self._attention_shapes(a, layer))
             mlps |= dict(self._mlp_shapes(a, layer))
         if self.more is not None:
-            mlps |= self.more(a, Config(config, self.name))
+            settings = Config(config, self.name)
+            merged = {} if self.merged is None else self.merged(a, settings)
+            mlps |= self.more(a, settings) if merged.keys().isdisjoint(held) else merged
         return Shapes(attention, dict(self._embedding_shapes(a)), mlps)
 
     def _attention_shapes(self, a: Architecture, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -83,7 +83,7 @@ class Adapter:
         self._config = read_json(folder / CONFIG)
         self._settings = Settings(self._config, self._where)
         self._check()
-        self.base = self._text("base_model_name_or_path")
+        self.base = self._text("base_model_name_or_path") or None
         self.revision = self._text("revision")
         self._store = _weights(folder)
         self._factors, self._replaced = self._sort()
@@ -170,9 +170,10 @@ class Adapter:
 
     def _number(self, key: str, default: Any, module: str) -> float:
         """A setting of a module: its pattern's, else the adapter's."""
-        patterns = self._settings.get(f"{key.removeprefix('lora_')}_pattern" if key != "r" else "rank_pattern", {})
+        pattern_key = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key]
+        patterns = self._settings.get(pattern_key, {})
         if not isinstance(patterns, Mapping):
-            raise self._settings.refusal(f"{key}_pattern", "is no object")
+            raise self._settings.refusal(pattern_key, "is no object")
         value = self._settings.get(key, default)
         for pattern, special in patterns.items():
             if _matches(str(pattern), module, self._where):

@@ -277,7 +277,7 @@ def _check_archive(file: Path) -> None:
                     f"{file} was refused: its entry {entry.filename} is compressed, which no file of tensors "
                     "needs and which may unpack into more than memory holds. Convert it to safetensors where you trust the file"
                 )
-            if entry.filename.endswith(".pkl") and entry.file_size > _LARGEST_PICKLE:
+            if "/data/" not in entry.filename and entry.file_size > _LARGEST_PICKLE:
                 raise CircuitsError(
                     f"{file} was refused: its entry {entry.filename} has {entry.file_size:,} bytes, far more than the names "
                     "and shapes of tensors take. Convert it to safetensors where you trust the file"
