@@ -537,7 +537,7 @@ def test_the_command_prints_and_writes_what_the_library_finds(stories260k, tmp_p
     (["1.0", "--prompt", "ab", "--method", "source", "--source", "7"], "not 7"),
     (["1.0", "--prompts", "none.jsonl"], "cannot be read"),
     (["1.0", "--prompts", "{file}"], "line 2 is no JSON"),
-    (["1.0", "--prompts", "{file}", "--answer", "a"], "have their own answers"),
+    (["1.0", "--prompts", "{file}", "--answer", "a"], "--answer goes with --prompt"),
 ])  # fmt: skip
 def test_the_command_refuses_in_a_sentence(tiny_gpt2_char, tmp_path, arguments, message):
     file = tmp_path / "prompts.jsonl"
