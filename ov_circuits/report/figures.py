@@ -35,6 +35,7 @@ _KINDS = {"Q": ("#0072b2", "dash", -0.06), "K": ("#c24e00", "solid", 0.0), "V": 
 
 
 @cache
+@checked
 def template() -> go.layout.Template:
     """The look of all figures."""
     import plotly.graph_objects as go
@@ -348,6 +349,7 @@ def waterfall(account: pd.DataFrame, by: str = "kind") -> go.Figure:
     return figure.update_layout(yaxis={"autorange": "reversed"}, height=170 + 22 * (len(steps) + 1))
 
 
+@checked
 def effects(sweep: pd.DataFrame, named: int = 6) -> go.Figure:
     """Ablation beside attribution: what heads add themselves across, what the answer loses without them up.
 
@@ -379,6 +381,7 @@ def effects(sweep: pd.DataFrame, named: int = 6) -> go.Figure:
     return _finish(figure, title, x="direct effect: its own part in the account", y="total effect: lost without it")
 
 
+@checked
 def continuation(heads: pd.DataFrame, n: int = 20) -> go.Figure:
     """Which heads chose each token over its runner-up: the ``n`` heads of the largest parts down, steps across.
 
@@ -407,6 +410,7 @@ def continuation(heads: pd.DataFrame, n: int = 20) -> go.Figure:
 # -- many prompts, a text ---------------------------------------------------------------------------------------------
 
 
+@checked
 def means(attribution: pd.DataFrame, n: int = 24) -> go.Figure:
     """The ``n`` components of the largest means over a prompt set, heads and others, with their intervals.
 
@@ -442,6 +446,7 @@ def means(attribution: pd.DataFrame, n: int = 24) -> go.Figure:
     )
 
 
+@checked
 def distances(distributions: pd.DataFrame, head: str) -> go.Figure:
     """How far back a head attends in a text: its share of attention by distance.
 
@@ -474,6 +479,7 @@ def distances(distributions: pd.DataFrame, head: str) -> go.Figure:
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
+@checked
 def save(figure: go.Figure, file: str | os.PathLike[str]) -> None:
     """Write a figure: a picture as it would be on the page of a paper, or a page of its own.
 
