@@ -438,6 +438,9 @@ class SilencedStore(TensorStore):
     def reads_parts(self) -> bool:
         return self._store.reads_parts
 
+    def check_unchanged(self) -> None:
+        self._store.check_unchanged()
+
     def names(self) -> Sequence[str]:
         return self._store.names()
 
