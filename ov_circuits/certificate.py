@@ -182,7 +182,7 @@ def _check_ranks(trace: Trace) -> Check:
     def error(index: int, layer: Layer) -> Tensor:
         record = trace.record.layers[index]
         z = rearrange(record.z.double(), "head pos d_head -> pos (head d_head)")
-        partial = z @ rank_facts(trace.model, index)["block"].double().cpu() * scale
+        partial = z @ rank_facts(trace.model, index)["block"].double().to(z.device) * scale
         partials.append(float(partial.norm()))
         return _relative(_with_bias(shard.sum(partial), layer.b_O), record.attention_output)
 
@@ -209,8 +209,8 @@ def _check_one_token(trace: Trace) -> Check:
 def _check_pattern(trace: Trace) -> Check:
     a, checkpoint = trace.model.architecture, trace.model.source.checkpoint
     positions = torch.arange(len(trace))
-    distance = positions.unsqueeze(1) - positions.unsqueeze(0)
-    slopes = alibi_slopes(a)[:, None, None] if a.positions == "alibi" else None
+    distance = (positions.unsqueeze(1) - positions.unsqueeze(0)).to(trace.model.device)
+    slopes = alibi_slopes(a).to(distance.device)[:, None, None] if a.positions == "alibi" else None
 
     def error(index: int, layer: Layer) -> Tensor:
         record, rotary, window = trace.record.layers[index], a.rotary_of(index), a.window_of(index)

@@ -62,6 +62,7 @@ def scoreboard(
     from ov_circuits.scores.saved import forget
 
     ranks = ranks_of(group)
+    _share_look(model, ranks)
     board = ranks.all_do(lambda: Board(model, scores, tokens, nulls=nulls, source=source, seed=seed))
     saved = None if resume is None else ranks.all_do(lambda: board.saved(resume))
     work = pieces(model.architecture, ranks.size)
@@ -105,9 +106,22 @@ def rank_facts(model: Model, layer: int) -> dict[str, Any]:
     return rank_facts(model, layer)
 
 
+def _share_look(model: Model, ranks: Ranks) -> None:
+    """Whether the embeddings can be used, each rank having looked at a share of the vocabulary."""
+    source = model.source
+    if source.contents.embeddings:
+        found = ranks.all_do(lambda: source.not_finite(*_share(model, ranks)))
+        source.why_no_vocabulary = next((text for text in ranks.gather_on_all(found) if text is not None), None)
+
+
+def _share(model: Model, ranks: Ranks) -> tuple[int, int]:
+    """A rank's part of the vocabulary."""
+    n_vocab = model.architecture.n_vocab
+    return n_vocab * ranks.rank // ranks.size, n_vocab * (ranks.rank + 1) // ranks.size
+
+
 def _share_grams(model: Model, ranks: Ranks) -> None:
     """The model's Gram matrices, summed up from a share of the vocabulary each."""
-    source, n_vocab = model.source, model.architecture.n_vocab
-    start, stop = (n_vocab * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
-    part: Grams = ranks.all_do(lambda: source.gram_part(start, stop))
+    source = model.source
+    part: Grams = ranks.all_do(lambda: source.gram_part(*_share(model, ranks)))
     source.raw_grams = part.changed(ranks.sum)

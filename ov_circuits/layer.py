@@ -90,7 +90,7 @@ class Layer:
     @cached_property
     def finite_heads(self) -> Bool[Tensor, " head"]:
         """Which query heads have no NaN or infinity in W_Q, W_K, W_V, W_O or their biases."""
-        found = torch.ones(self.W_O.shape[0], dtype=torch.bool)
+        found = self.W_O.new_ones(self.W_O.shape[0], dtype=torch.bool)
         for tensor in (self.W_Q, self.W_K, self.W_V, self.W_O, self.b_Q, self.b_K, self.b_V):
             if tensor is not None:
                 found &= self.per_query_head(tensor.isfinite().flatten(1).all(1))

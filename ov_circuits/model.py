@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ov_circuits.arguments import checked
 from ov_circuits.checkpoint.tokenizer import Tokenizer
+from ov_circuits.devices import device_of
 from ov_circuits.errors import CircuitsError, is_whole
 from ov_circuits.folding import (
     VIEW_NOTES,
@@ -96,6 +98,11 @@ class Model:
                 f"Queries and keys pass a norm before they meet{folded}; its scale, a token's own, is left out."
             )
         return " ".join(notes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and what a prompt leaves behind are, and where scores are worked out. Frames are in ordinary memory."""
+        return self._source.device
 
     @property
     def source(self) -> Source:
@@ -452,6 +459,7 @@ def load(
     view: str | None = None,
     revision: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
 ) -> Model:
     """Open a checkpoint. Only headers are read: milliseconds, no weight memory.
 
@@ -467,19 +475,23 @@ def load(
         revision: branch, tag or commit of a hub model.
         adapter: a folder with a LoRA adapter of PEFT, put on top of it. Such a folder may also be ``x``; then its own
             config says which base it belongs to.
+        device: ``"cuda"`` or ``"cuda:1"``: weights go there as they are read, and prompts run there; by default the CPU. Under
+            torchrun ``"cuda"`` is the process's own GPU. A model in memory runs its prompts where it is.
 
     Returns:
         The model; weights are read when they are asked for.
 
     Raises:
-        CircuitsError: nothing is there, or it is not a checkpoint of a family in the table.
+        CircuitsError: nothing is there, it is not a checkpoint of a family in the table, or there is no such device.
     """
-    source = _open(x, config, revision, adapter)
+    source = _open(x, config, revision, adapter, device_of(device))
     chosen = default_view(source.architecture) if view is None else check_view(view, source.architecture)
     return Model(source, chosen)
 
 
-def _open(x: Any, config: Any, revision: str | None, adapter: str | os.PathLike[str] | None) -> Source:
+def _open(
+    x: Any, config: Any, revision: str | None, adapter: str | os.PathLike[str] | None, device: torch.device
+) -> Source:
     from ov_circuits.checkpoint.in_memory import (
         UNMERGED,
         from_bridge,
@@ -497,18 +509,18 @@ def _open(x: Any, config: Any, revision: str | None, adapter: str | os.PathLike[
     if revision is not None and not (x is None or isinstance(x, (str, os.PathLike))):
         raise CircuitsError(f"a revision belongs to a hub name, not to a {type(x).__name__} in memory")
     if isinstance(x, Mapping):
-        return Source(from_tensors(x, config))
+        return Source(from_tensors(x, config), device)
     if config is not None:
         raise CircuitsError("a config belongs to a dictionary of tensors: files and models have their own")
     x = unwrapped(x)
     if is_peft(x):
         raise CircuitsError(f"this {type(x).__name__} {UNMERGED}")
     if is_bridge(x):
-        return Source(from_bridge(x), bridge=x)
+        return Source(from_bridge(x), device, bridge=x)
     if is_network(x):
-        return Source(from_network(x), network=x if x.get_output_embeddings() is not None else None)
+        return Source(from_network(x), device, network=x if x.get_output_embeddings() is not None else None)
     if x is None or isinstance(x, (str, os.PathLike)):
-        return Source(open_checkpoint(x, revision, adapter))
+        return Source(open_checkpoint(x, revision, adapter), device)
     raise CircuitsError(
         f"cannot open a {type(x).__name__}: give a name, a path, a transformers model, a TransformerBridge or a state dict, "
         "or nothing for the embedded model"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ov_circuits.errors import CircuitsError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,14 +56,11 @@ class Ranks:
     """A group of processes and what they do together. A failure of one is everyone's, in the same words."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        import torch
         import torch.distributed as dist
 
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._device = torch.device("cpu")
-        if dist.get_backend(group) == "nccl":  # which moves nothing that is not on a GPU
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._backends = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
 
     def all_do(self, work: Callable[[], Result]) -> Result:
         """``work()`` on every rank.
@@ -85,7 +84,7 @@ class Ranks:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.size
-        with _lost():
+        with lost():
             dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
@@ -94,7 +93,7 @@ class Ranks:
         import torch.distributed as dist
 
         gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with _lost():
+        with lost():
             dist.gather_object(value, gathered, dst=self._of(0), group=self.group)
         return gathered
 
@@ -102,10 +101,18 @@ class Ranks:
         """The sum of all ranks' tensors, on every rank."""
         import torch.distributed as dist
 
-        total = tensor.clone().to(self._device)
-        with _lost():
+        total = tensor.to(self._reach(tensor.device), copy=True)
+        with lost():
             dist.all_reduce(total, group=self.group)
         return total.to(tensor.device)
+
+    def _reach(self, device: torch.device) -> torch.device:
+        """Where the group can add up tensors of a device: there, if it can (nccl moves nothing that is not on a GPU)."""
+        import torch
+
+        if f"{device.type}:" in self._backends:
+            return device
+        return torch.device("cpu") if "cpu:" in self._backends else torch.device("cuda", torch.cuda.current_device())
 
     def _of(self, rank: int) -> int:
         """The rank among all processes of a rank of the group."""
@@ -115,15 +122,28 @@ class Ranks:
 
 
 @contextmanager
-def _lost() -> Iterator[None]:
-    """Says in a sentence that another process has gone."""
+def lost() -> Iterator[None]:
+    """Says in a sentence that another process has gone, whoever waits for it: ours, or a model that runs on several.
+
+    Raises:
+        CircuitsError: it has.
+    """
     try:
         yield
-    except RuntimeError as error:  # torch's DistError among them
+    except RuntimeError as error:
+        if not _of_a_connection(error):
+            raise
         raise CircuitsError(
             f"another process of the group ended before the results were gathered; its own message says why "
             f"({str(error).splitlines()[0][:200]})"
         ) from error
+
+
+def _of_a_connection(error: RuntimeError) -> bool:
+    import torch.distributed as dist
+
+    # gloo's own errors come as plain RuntimeErrors that begin with the place in its source.
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
@@ -162,5 +182,7 @@ def together(work: Callable[[], Result]) -> Result:
 def _leave() -> None:
     import torch.distributed as dist
 
+    # torchrun ends the others when one has died. Whom that meets here has said what there was to say.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import ov_circuits as ov
 from ov_circuits import source as source_module
 from ov_circuits.cli import app
+from ov_circuits.linalg import products
 from ov_circuits.scores.board import SCORES, Board
-from ov_circuits.scores.pieces import Piece, chunks, layer_bytes, most_side_by_side, piece_bytes, pieces
+from ov_circuits.scores.pieces import Piece, chunk_bytes, chunks, layer_bytes, most_side_by_side, piece_bytes, pieces
 from ov_circuits.scores.plan import Plan, machine_rate
 
 CONFIG = dict(
@@ -37,7 +41,9 @@ def test_every_score_of_the_board_has_a_plan() -> None:
 
 def _counted(work: Callable[[], object]) -> float:
     counter = FlopCounterMode(display=False)
-    with counter:
+    with pytest.MonkeyPatch.context() as patch, counter:
+        for library in ("numpy", "onednn"):  # nobody counts theirs
+            patch.setattr(products, f"_for_{library}", lambda *factors: False)
         work()
     return float(counter.get_total_flops())
 
@@ -102,6 +108,33 @@ def test_memory_does_not_grow_with_layers_and_names_what_is_held(stories260k: Pa
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in matrices}
         tensor_bytes = sum(held.values())
         assert Plan(model.architecture, view).bytes(1)["held"] == pytest.approx(tensor_bytes, rel=0.01), view
+
+
+# Groups of several heads, one for all, a head each; heads narrow and wide beside the model.
+@pytest.mark.parametrize(("d", "heads", "kv"), [(512, 8, 2), (512, 16, 4), (512, 8, 8), (512, 4, 1), (256, 4, 2)])
+def test_a_piece_takes_the_tensors_that_torch_allocates(
+    write_tiny: Callable[..., Path], d: int, heads: int, kv: int
+) -> None:
+    folder = write_tiny("llama", hidden_size=d, num_attention_heads=heads, num_key_value_heads=kv, vocab_size=2000)
+    file = folder / "model.safetensors"
+    plain = {name: torch.ones_like(t) if t.ndim == 1 else t for name, t in load_file(file).items()}
+    save_file(
+        plain, file
+    )  # gains that differ would make heads so ill conditioned that roots of Gram matrices are needed
+    model = ov.load(folder)
+    board, piece = (
+        Board(model, tokens=0),
+        pieces(model.architecture)[0],
+    )  # a library keeps room for the products with tokens
+    _ = board.most_side_by_side  # what is made once
+    board.rows(piece)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        board.rows(piece)
+    found = profiled.profiler.kineto_results.events()
+    sizes = [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+    mapped = file.stat().st_size  # the whole file counts as allocated while a tensor of it is read
+    held = accumulate(size for size in sizes if abs(size) != mapped)
+    assert max(held) == pytest.approx(chunk_bytes(model.architecture), rel=0.12)
 
 
 def test_pieces_fit_into_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:

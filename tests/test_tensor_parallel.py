@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from tiny_families import tiny
-from torchrun import torchrun
+from torchrun import by_hand, torchrun
 from typer.testing import CliRunner
 
 import ov_circuits as ov
@@ -141,6 +142,53 @@ def assert_rows(ours, right):
     values = [[row.pop("value") for row in rows] for rows in (found, wanted)]
     assert found == wanted
     assert max(abs(a - b) for a, b in zip(*values, strict=True)) <= 1e-5 * max(map(abs, values[1]))
+
+
+# Rank 1 dies in the middle of a prompt, between two layers, or before the account of one is gathered.
+DIES = """
+import os, signal, sys
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+import ov_circuits.trace.ledger
+def dying(of, name, call):
+    original, calls = getattr(of, name), [0]
+    def replacement(*args, **kwargs):
+        calls[0] += 1
+        if os.environ["RANK"] == "1" and calls[0] == call:
+            print("RANK 1 DIES", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+    setattr(of, name, replacement)
+if sys.argv.pop(1) == "prompt":
+    dying(LlamaDecoderLayer, "forward", 8)  # 5 layers ran when the model was tried out
+else:
+    dying(ov_circuits.trace.ledger, "accounts", 1)
+from ov_circuits.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("when", ["prompt", "account"])
+def test_a_rank_that_dies_ends_all(stories260k, tmp_path, when):
+    script, target = tmp_path / "dies.py", tmp_path / "account.csv"
+    script.write_text(DIES)
+    asked = (stories260k, "1 5 9", "--ids", "--answer", "1", "--against", "2", "-o", target)
+    done = torchrun(2, script, when, "attribute", *asked)
+    assert done.returncode != 0 and "RANK 1 DIES" in done.stderr
+    assert "exitcode  : -9" in done.stderr and str(SCRIPT.parents[1] / "ov_circuits") not in done.stderr, done.stderr
+    assert not list(tmp_path.glob("*account*"))
+
+
+@pytest.mark.parametrize("when", ["prompt", "account"])
+def test_whoever_stays_says_so(stories260k, tmp_path, when):
+    """Without torchrun nobody ends the others: each finds out by itself."""
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    asked = (str(stories260k), "1 5 9", "--ids", "--answer", "1", "--against", "2")
+    done = by_hand(2, script, when, "attribute", *asked)
+    assert [process.returncode for process in done] == [2, -signal.SIGKILL]
+    (said,) = [line for line in done[0].stderr.splitlines() if "another process" in line]
+    assert said.startswith("error: another process of the group ended before the results were gathered"), done[0].stderr
+    assert "Traceback" not in done[0].stderr
 
 
 @pytest.mark.parametrize(("ranks", "command", "words"), [

@@ -38,6 +38,11 @@ class TensorStore(ABC):
         """Whether reading a part of a tensor costs no more than that part."""
         return True
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are read to."""
+        return torch.device("cpu")
+
     @abstractmethod
     def names(self) -> Sequence[str]:
         """The tensors' names, in the file's order."""
@@ -309,6 +314,39 @@ def _torch_load(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
+class PlacedStore(TensorStore):
+    """A store whose tensors are put on a device as they are read: in the file's precision, which is what travels."""
+
+    def __init__(self, store: TensorStore, device: torch.device) -> None:
+        self._store, self._device = store, device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def reads_parts(self) -> bool:
+        return self._store.reads_parts
+
+    def names(self) -> Sequence[str]:
+        return self._store.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._store.shape(name)
+
+    def dtype(self, name: str) -> str:
+        return self._store.dtype(name)
+
+    def origin(self, name: str) -> str:
+        return self._store.origin(name)
+
+    def _read(self, name: str) -> Tensor:
+        return self._store._read(name).to(self._device)
+
+    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        return self._store._read_part(name, part).to(self._device)
+
+
 class MemoryStore(_OpenTensors):
     """Tensors that are in memory already (a state dict); only what must become float32 or lies on a device is copied."""
 
@@ -483,6 +521,10 @@ class ReadOnce(TensorStore):
 
     def origin(self, name: str) -> str:
         return self._store.origin(name)
+
+    @property
+    def device(self) -> torch.device:
+        return self._store.device
 
     def _read(self, name: str) -> Tensor:
         if name not in self._read_tensors:

@@ -13,6 +13,7 @@ from ov_circuits.cli.completion import FETCHED, VIEWS, one_of
 from ov_circuits.cli.opening import name_of, open_model, running
 from ov_circuits.cli.options import (
     AdapterOption,
+    DeviceOption,
     IdsOption,
     JsonOption,
     ModelArgument,
@@ -130,6 +131,7 @@ def verify(
     ids: IdsOption = False,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check on this very checkpoint that heads sum to the model's own attention. Exit code 1 when a check fails.
@@ -140,7 +142,7 @@ def verify(
 
     if prompt is None:
         belong_to("--prompt", {"--ids": ids or None})
-    opened = open_model(model, None, revision, adapter)
+    opened = open_model(model, None, revision, adapter, device)
     text = None if prompt is None else prompt_of(prompt, ids)
     note("running the model on a probe" if opened.can_run else "no prompt can be run: checking weights only")
     certificate = run_checks(running(opened), text)

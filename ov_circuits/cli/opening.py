@@ -23,7 +23,13 @@ def name_of(model: str | None) -> str | None:
     return None if model is None or model in _EMBEDDED else model
 
 
-def open_model(model: str | None, view: str | None, revision: str | None, adapter: Path | None = None) -> Model:
+def open_model(
+    model: str | None,
+    view: str | None,
+    revision: str | None,
+    adapter: Path | None = None,
+    device: str | None = None,
+) -> Model:
     """The model as the command line names it.
 
     Raises:
@@ -34,7 +40,7 @@ def open_model(model: str | None, view: str | None, revision: str | None, adapte
     name = name_of(model)
     if name == "":
         raise CircuitsError("the model's name is empty: leave it out for the model that comes with the package")
-    opened = load(name, view=view, revision=revision, adapter=adapter)
+    opened = load(name, view=view, revision=revision, adapter=adapter, device=device)
     _silence_loading_bars()
     return opened
 

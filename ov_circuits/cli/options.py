@@ -50,6 +50,15 @@ AdapterOption = Annotated[
     Path | None,
     typer.Option("--adapter", show_default=False, help="A folder with a LoRA adapter, put on top of the model."),
 ]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda",
+        show_default=False,
+        help="Where to compute: cuda, or cuda:1, for a GPU. Default: cpu. Under torchrun each process takes its own GPU.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else there.")]
 TableOption = Annotated[
     Path | None,

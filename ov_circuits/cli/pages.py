@@ -14,6 +14,7 @@ from ov_circuits.cli.options import (
     AdapterOption,
     AgainstOption,
     BosOption,
+    DeviceOption,
     IdsOption,
     ModelArgument,
     PromptOption,
@@ -137,6 +138,7 @@ def report(
     view: ViewOption = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    device: DeviceOption = None,
 ) -> None:
     """A page about every head: one file that works without a network."""
     from ov_circuits.report.bundle import check_folder, write_bundle
@@ -157,7 +159,7 @@ def report(
         output = Path("report.html")
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise CircuitsError(f"cannot write {output}: a page's name ends in .html")
-    opened = open_model(model, view, revision, adapter)
+    opened = open_model(model, view, revision, adapter, device)
     chosen, other = (None if word is None else token_id(opened, word_of(word, ids)) for word in (answer, against))
     with target(output, opened) as file:
         trace = generation = None

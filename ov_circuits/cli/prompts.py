@@ -18,6 +18,7 @@ from ov_circuits.cli.options import (
     AgainstOption,
     AscendingOption,
     BosOption,
+    DeviceOption,
     DropOption,
     FirstRowsOption,
     IdsOption,
@@ -83,6 +84,7 @@ def behaviours(
     output: TableOption = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """What heads attend to on random tokens, repeated: induction, previous token, first token, .., and by chance."""
@@ -91,7 +93,7 @@ def behaviours(
 
     if sort is None:
         belong_to("--sort", {"--ascending": ascending or None})
-    opened = open_model(model, None, revision, adapter)
+    opened = open_model(model, None, revision, adapter, device)
     column = None if sort is None else sort.strip().replace(" ", "_")
     if column is not None and column not in ("layer", "index"):
         check_behaviour(score_of(column))
@@ -143,6 +145,7 @@ def attribute(
     output: TableOption = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """What every head adds to an answer's logit directly: an account that closes. Of one prompt, or the mean over many.
@@ -158,7 +161,7 @@ def attribute(
             raise CircuitsError("give a PROMPT and --answer, or many prompts with --prompts")
         belong_to("--prompts", {"-n": n, "--roles": roles, "--drop/--no-drop": drop})
         name, prompt = model_and("PROMPT", given)
-        opened = open_model(name, None, revision, adapter)
+        opened = open_model(name, None, revision, adapter, device)
         words = [word_of(word, ids) for word in (answer, against) if word is not None]
         with table(output, opened) as write:
             frame, trace = _account(opened, prompt_of(prompt, ids), words, bos)
@@ -172,7 +175,7 @@ def attribute(
         belong_to("one PROMPT", {"--answer": answer, "--against": against, "--ids": ids or None})
         if len(given) > 1:
             raise CircuitsError(f"--prompts takes the place of the prompt {given[-1][:80]!r}: leave one of them out")
-        opened = open_model(given[0] if given else None, None, revision, adapter)
+        opened = open_model(given[0] if given else None, None, revision, adapter, device)
         found = load(prompts, opened, n=n, bos=bos, drop=drop)
         with table(output, opened) as write:
             note(f"running {counted(len(found), 'prompt')}")
@@ -248,6 +251,7 @@ def ablate(
     output: TableOption = None,
     view: ViewOption = None,
     revision: RevisionOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove heads: what the model loses, beside what they add directly."""
@@ -264,7 +268,7 @@ def ablate(
         belong_to("--prompt", {"--answer": answer, "--against": against, "--ids": ids or None})
     sources = None if source is None else [int(part) if is_position(part) else part for part in source]
     check_method(method, sources)
-    opened = open_model(name, view, revision)
+    opened = open_model(name, view, revision, device=device)
     asked: Any = [prompt_of(str(prompt), ids)] if prompts is None else load(prompts, opened, n=n, bos=bos, drop=drop)
     options: dict[str, Any] = {"sources": sources, "direction": direction, "freeze": freeze, "bos": bos}
     options |= {
@@ -312,6 +316,7 @@ def check(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts, heads and intervals.")] = 0,
     output: TableOption = None,
     revision: RevisionOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Does a head do what its weights say? A claim on prompts that are built for it, beside random other heads."""
@@ -321,7 +326,7 @@ def check(
 
     name, text = model_and("CLAIM", arguments)
     claim = parse_claim(text)
-    opened = open_model(name, None, revision)
+    opened = open_model(name, None, revision, device=device)
     with table(output, opened) as write:
         note("running the model on probes")
         finding = put_to_test(opened, claim, prompts=prompts, others=others, among=among, seed=seed)
@@ -357,13 +362,14 @@ def generate(
     top: Annotated[int, typer.Option("--top", min=1, help="Heads to list at each step.")] = 3,
     output: TableOption = None,
     revision: RevisionOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt with its likeliest tokens: which heads chose each of them over its runner-up."""
     from ov_circuits.trace.generation import generate as continue_prompt
 
     name, prompt = model_and("PROMPT", arguments)
-    opened = open_model(name, None, revision)
+    opened = open_model(name, None, revision, device=device)
     given = None if continuation is None else prompt_of(continuation, ids)
     with table(output, opened) as write:
         note("running the prompt")
@@ -429,6 +435,7 @@ def scan(
         typer.Option("--save", metavar="FOLDER", show_default=False, help="Keep everything, for ov.open_scan(FOLDER)."),
     ] = None,
     revision: RevisionOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """What every head does over a text: its strongest and typical examples, and the loss that it saves. Interrupted, it resumes."""
@@ -439,7 +446,7 @@ def scan(
 
     if as_json:
         belong_to("what the screen shows, not with --json", {"--head": label})
-    opened = open_model(model, None, revision)
+    opened = open_model(model, None, revision, device=device)
     shown = None if label is None else opened.head(label).label
     for file in (output, examples):
         if file is not None and corpus is not None and os.path.realpath(file) == os.path.realpath(corpus):

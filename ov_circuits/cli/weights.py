@@ -12,6 +12,7 @@ from ov_circuits.cli.opening import open_model
 from ov_circuits.cli.options import (
     AdapterOption,
     AscendingOption,
+    DeviceOption,
     FirstRowsOption,
     HeadArgument,
     JsonOption,
@@ -88,6 +89,7 @@ def heads(
     view: ViewOption = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The scoreboard: one row a head, from the weights alone unless a behaviour is asked for.
@@ -101,7 +103,7 @@ def heads(
 
     if sort is None:
         belong_to("--sort", {"--ascending": ascending or None})
-    opened = open_model(model, view, revision, adapter)
+    opened = open_model(model, view, revision, adapter, device)
     chosen = score_names(scores)
     names = chosen if isinstance(chosen, list) else None
     sort = None if sort is None else sort_column(sort, opened)
@@ -140,11 +142,12 @@ def head(
     view: ViewOption = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """One head: shapes, scores, singular values, and the tokens its singular directions read and write."""
     name, label = model_and("HEAD", arguments)
-    opened = open_model(name, view, revision, adapter)
+    opened = open_model(name, view, revision, adapter, device)
     found = opened.head(label)
     facts = head_facts(found, directions, tokens)
     if as_json:
@@ -171,12 +174,13 @@ def paths(
     view: ViewOption = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Composition: which later heads read what an earlier head writes. A file gets every pair, the screen the strongest."""
     from ov_circuits.scores.composition import composition, strongest
 
-    opened = open_model(model, view, revision, adapter)
+    opened = open_model(model, view, revision, adapter, device)
     with table(output, opened) as write:
         frame = composition(opened, kind)
         write(frame)
@@ -206,6 +210,7 @@ def pairs(
     view: ViewOption = None,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The strongest token pairs of a head, exact over the whole vocabulary: what it writes for what, or attends to from what."""
@@ -217,7 +222,7 @@ def pairs(
     if circuit == "ov":
         belong_to("--circuit qk", {"--offset": offset or None})
     name, label = model_and("HEAD", arguments)
-    opened = open_model(name, view, revision, adapter)
+    opened = open_model(name, view, revision, adapter, device)
     with table(output, opened) as write:
         if circuit == "ov":
             frame = strongest_token_pairs(opened, label, top)
@@ -245,12 +250,13 @@ def compare(
     top: Annotated[int, typer.Option("--top", min=1, help="How many heads to print.")] = 20,
     output: TableOption = None,
     view: ViewOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Two checkpoints of one architecture, head by head: how far training on from BASE to OTHER moved each circuit."""
     from ov_circuits.scores.compare import compare as compare_heads
 
-    first, second = open_model(base, view, None), open_model(other, view, None)
+    first, second = (open_model(name, view, None, device=device) for name in (base, other))
     with table(output, first) as write:
         frame = compare_heads(first, second)
         if sort not in frame:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ov_circuits.arguments import checked
-from ov_circuits.linalg.products import row_gram
+from ov_circuits.linalg.products import product, row_gram
 from ov_circuits.linalg.rows import Columns, Rows
 
 
@@ -364,7 +364,7 @@ class Sandwich(LowRank):
     @cached_property
     def _cross(self) -> Tensor:
         A = self._distinct(self._inner.left).double()
-        return self._inner.right.double() @ self._repeated(self._grams.cross @ A)
+        return self._inner.right.double() @ self._repeated(product(self._grams.cross, A))
 
     def _times_left(self, coefficients: Tensor) -> Tensor:
         return _blocked_product(self._outer_left, self._inner.left.double() @ coefficients)
@@ -416,7 +416,7 @@ def _congruence(F: Tensor, T: Tensor, blocks: int = 8) -> Tensor:
     width = -(-F.shape[-1] // blocks)
     for start in range(0, F.shape[-1], width):
         part = slice(start, start + width)
-        half += (rows[:, : part.stop] @ T[: part.stop, part]).unflatten(0, F.shape[:-1]) @ F[..., part].mT
+        half += product(rows[:, : part.stop], T[: part.stop, part]).unflatten(0, F.shape[:-1]) @ F[..., part].mT
     return half + half.mT
 
 
@@ -445,5 +445,5 @@ def gram(matrix: Tensor | Rows, other: Tensor | Rows | None = None, block: int =
         for first in range(0, total.shape[1], max(width, 1)):
             columns = slice(first, first + width)
             rows = slice(0, first + width) if symmetric else slice(None)
-            total[rows, columns] += left[:, rows].mT @ right[:, columns]
+            total[rows, columns] += product(left[:, rows].mT, right[:, columns])
     return total.triu() + total.triu(1).mT if symmetric else total

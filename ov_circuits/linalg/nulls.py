@@ -208,11 +208,11 @@ def eigenvalue_copying_null(singular_values: Float[Tensor, "*head r"], d: int, s
     """
     S = singular_values.double()
     rng = np.random.default_rng(seed)
-    total = torch.zeros(S.shape[:-1], dtype=torch.float64)
+    total = S.new_zeros(S.shape[:-1])
     finite = S.isfinite().all(-1, keepdim=True)
     usable = torch.where(finite, S, 0.0)
     for corner in haar_corner(S.shape[-1], d, samples, rng):
-        total += torch.linalg.eigvals(usable.unsqueeze(-1) * corner).abs().sum(-1)
+        total += torch.linalg.eigvals(usable.unsqueeze(-1) * corner.to(S.device)).abs().sum(-1)
     numerator = S.square().sum(-1).div(d).sqrt()
     std = numerator / (total / samples)
     return Null(torch.zeros_like(std), std)

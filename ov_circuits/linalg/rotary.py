@@ -21,7 +21,7 @@ def rotate(
     Returns:
         float64.
     """
-    angles = positions.double().unsqueeze(-1) * frequencies.double()
+    angles = (positions.double().unsqueeze(-1) * frequencies.double()).to(x.device)
     cos, sin = angles.cos() * scale, angles.sin() * scale
     turned, passed = x.double().split([2 * len(frequencies), x.shape[-1] - 2 * len(frequencies)], dim=-1)
     pairs = turned.unflatten(-1, (-1, 2)) if interleaved else turned.unflatten(-1, (2, -1)).transpose(-1, -2)

@@ -90,8 +90,8 @@ class _End:
     def __init__(self, rows: Tensor, columns: Tensor, row_ids: Tensor, column_ids: Tensor, k: int, sign: int) -> None:
         self._rows, self._columns, self._k, self._sign = rows, columns, k, sign
         self._row_ids, self._column_ids = row_ids, column_ids
-        self._i = self._j = torch.empty(0, dtype=torch.long)
-        self._values = torch.empty(0, dtype=torch.float64)
+        self._i = self._j = torch.empty(0, dtype=torch.long, device=rows.device)
+        self._values = torch.empty(0, dtype=torch.float64, device=rows.device)
 
     @property
     def threshold(self) -> float:
@@ -115,7 +115,8 @@ class _End:
         i, j, values = torch.cat([self._i, i]), torch.cat([self._j, j]), torch.cat([self._values, values])
         key = self._row_ids[i] * len(self._column_ids) + self._column_ids[j]
         by_key = key.argsort(stable=True)
-        by_key = by_key[torch.cat([torch.ones(1, dtype=torch.bool), key[by_key].diff() != 0])]
+        ordered = key[by_key]
+        by_key = by_key[torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered.diff() != 0])]
         best = by_key[values[by_key].argsort(descending=True, stable=True)[: self._k]]
         self._i, self._j, self._values = i[best], j[best], values[best]
 
@@ -142,7 +143,7 @@ def _seeds(rows: Tensor, columns: Tensor, k: int) -> list[tuple[Tensor, Tensor]]
     """Rows and columns at the ends of each singular direction, and the longest ones."""
     n = min(max(_SEEDS, int(k**0.5) + 1), len(rows))
     m = min(max(_SEEDS, int(k**0.5) + 1), len(columns))
-    pairs = [(torch.arange(n), torch.arange(m))]
+    pairs = [(torch.arange(n, device=rows.device), torch.arange(m, device=rows.device))]
     for direction in range(rows.shape[1]):
         i = torch.cat([rows[:, direction].topk(n // 2 or 1, largest=largest).indices for largest in (True, False)])
         j = torch.cat([columns[:, direction].topk(m // 2 or 1, largest=largest).indices for largest in (True, False)])

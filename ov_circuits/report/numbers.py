@@ -38,7 +38,8 @@ def complex_numbers(values: Tensor) -> list[list[float | None]]:
 
 def array(values: Tensor | NDArray[np.float32], dtype: str) -> dict[str, Any]:
     """A tensor as base64: ``u2`` is a fraction of the largest value in 65,535 steps, ``f2`` is scaled to keep half precision."""
-    data: NDArray[np.float32] = np.asarray(values, dtype=np.float32)
+    found = values.numpy(force=True) if isinstance(values, Tensor) else values
+    data: NDArray[np.float32] = np.asarray(found, dtype=np.float32)
     largest = float(np.abs(data).max(initial=0.0)) or 1.0
     if dtype == "u2":
         scale = largest / 65535

@@ -58,7 +58,7 @@ class LayerCircuits:
         """||b_V W_O|| of each head, zero where there is no bias."""
         layer = self.weights
         if layer.b_V is None:
-            return torch.zeros(layer.W_O.shape[0])
+            return layer.W_O.new_zeros(layer.W_O.shape[0])
         return torch.einsum("hd,hdm->hm", layer.per_query_head(layer.b_V), layer.W_O).norm(dim=-1)
 
 
@@ -305,6 +305,8 @@ class Board:
     def most_side_by_side(self) -> int:
         """How many pieces may be worked on at a time, for their memory; makes what they share."""
         _ = self._draws
+        if self.model.device.type != "cpu":  # one piece fills it
+            return 1
         a = self.model.architecture
         return most_side_by_side(a, piece_bytes(a, self.tokens > 0, self._vocabulary is not None))
 
@@ -390,7 +392,7 @@ class Board:
         chance = None if draws is None else LayerDraws(draws, circuits.weights, circuits.ov, circuits.qk)
         for score in self.by_layer:
             value = score.compute(circuits).double().where(finite, torch.nan)
-            columns[score.key] = value.numpy()
+            columns[score.key] = value.numpy(force=True)
             if draws is not None and chance is not None:
                 kind = score.null
                 null = (
@@ -398,8 +400,8 @@ class Board:
                     if isinstance(kind, str)
                     else kind(circuits, draws.seed)
                 )
-                columns[f"{score.key}_null_mean"] = null.mean.where(finite, torch.nan).numpy()
-                columns[f"{score.key}_z"] = null.z(value).numpy()
+                columns[f"{score.key}_null_mean"] = null.mean.where(finite, torch.nan).numpy(force=True)
+                columns[f"{score.key}_z"] = null.z(value).numpy(force=True)
         leading = circuits.ov.singular_pairs(1) if self.tokens else None
         nothing = torch.empty(0)
         return _Spectra(pd.DataFrame(columns), *((leading.U, leading.V) if leading else (nothing, nothing)))

@@ -106,7 +106,7 @@ class Draws:
 
     def __init__(self, model: Model, draws: int = DRAWS, seed: int = 0, *, vocabulary: bool = True) -> None:
         a = model.architecture
-        self.seed = seed
+        self.seed, self._device = seed, model.device
         self._generator = torch.Generator().manual_seed(check_seed(seed))
         rank = min(a.d_head, a.d_model)
         self.inside = [self._haar(a.d_head, a.d_head) for _ in range(draws)]
@@ -118,9 +118,9 @@ class Draws:
                 self.vocabulary.append(_Frames(read, write, V.mT @ g.cross @ U))
 
     def _haar(self, n: int, k: int) -> Tensor:
-        """The first k columns of a Haar rotation of R^n, float64."""
+        """The first k columns of a Haar rotation of R^n, float64: the same ones on every device."""
         Q, R = torch.linalg.qr(torch.randn(n, k, generator=self._generator, dtype=torch.float64))
-        return Q * R.diagonal().sign()
+        return (Q * R.diagonal().sign()).to(self._device)
 
 
 class LayerDraws:
@@ -163,7 +163,7 @@ class LayerDraws:
             Spectrum(core=m.root_left @ R @ m.root_right.mT, cross=R.new_zeros(0, 0)) for m in (self._ov, self._qk)
         )
         layer = self._layer
-        bias = torch.zeros(layer.W_O.shape[0])
+        bias = layer.W_O.new_zeros(layer.W_O.shape[0])
         if layer.b_V is not None:
             b = layer.per_query_head(layer.b_V).double() @ R
             bias = torch.einsum("hd,hde->he", b, self._ov.root_right.mT).norm(dim=-1)
@@ -172,7 +172,7 @@ class LayerDraws:
     @cached_property
     def _rotations(self) -> list[_Chance]:
         S = self._ov.singular_values
-        nothing = torch.zeros(S.shape[0])
+        nothing = S.new_zeros(S.shape[0])
         # Of U diag(S) V^T itself the norms are the head's own, so only the full circuit is asked for.
         return [_Chance(self._ov, self._qk, frames.spectrum(S), nothing) for frames in self._draws.vocabulary]
 
@@ -207,9 +207,9 @@ def spectrum(head: Head, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
     frame = pd.DataFrame(
         {
             "index": range(1, len(values) + 1),
-            "value": values.numpy(),
-            "null_low": band.amin(0).numpy(),
-            "null_high": band.amax(0).numpy(),
+            "value": values.numpy(force=True),
+            "null_low": band.amin(0).numpy(force=True),
+            "null_high": band.amax(0).numpy(force=True),
         }
     )
     frame.attrs = {

@@ -52,7 +52,7 @@ def compare(a: Model, b: Model) -> pd.DataFrame:
     layers = [
         _layer_rows(a, b, index, full) for index in track(range(a.n_layers), "comparing layers", total=a.n_layers)
     ]
-    columns = {name: torch.cat([layer[name] for layer in layers]).numpy() for name in layers[0]}
+    columns = {name: torch.cat([layer[name] for layer in layers]).numpy(force=True) for name in layers[0]}
     heads = list(a.heads())
     frame = pd.DataFrame(
         {

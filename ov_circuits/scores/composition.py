@@ -247,14 +247,14 @@ def component_composition(
                 {
                     "sender": first.label,
                     "component": range(len(squared)),
-                    "singular_value": pairs.S.numpy(),
-                    "energy": energy.numpy(),
+                    "singular_value": pairs.S.numpy(force=True),
+                    "energy": energy.numpy(force=True),
                     "receiver": later.label,
                     "kind": chosen,
-                    "value": squared.sqrt().numpy(),
-                    "null_mean": null.mean.sqrt().numpy(),
-                    "z": null.z(squared).numpy(),
-                    "share": (energy * squared / (energy * squared).sum()).numpy(),
+                    "value": squared.sqrt().numpy(force=True),
+                    "null_mean": null.mean.sqrt().numpy(force=True),
+                    "z": null.z(squared).numpy(force=True),
+                    "share": (energy * squared / (energy * squared).sum()).numpy(force=True),
                 }
             )
         )
@@ -422,7 +422,7 @@ def _sides(
 ) -> tuple[list[_Sides], dict[int, list[str]]]:
     """Sides of some layers' heads, [layer, side, head, ..] for each group of sides, and notes on broken tensors by layer."""
     a = model.architecture
-    found = [_empty_sides(len(layers), len(group), a.n_heads, a.d_head, a.d_model) for group in groups]
+    found = [_empty_sides(model.device, len(layers), len(group), a.n_heads, a.d_head, a.d_model) for group in groups]
 
     def work(i: int) -> list[str]:
         layer = model.layer(layers[i])
@@ -438,9 +438,9 @@ def _sides(
     return found, dict(zip(layers, notes, strict=True))
 
 
-def _empty_sides(*shape: int) -> _Sides:
+def _empty_sides(device: torch.device, *shape: int) -> _Sides:
     """Room for sides whose factors are float32: rounding entries once costs a norm 1e-7."""
-    return _Sides(torch.empty(*shape), torch.empty(*shape[:-2], 2, dtype=torch.float64))
+    return _Sides(torch.empty(*shape, device=device), torch.empty(*shape[:-2], 2, dtype=torch.float64, device=device))
 
 
 def broken_tensors(model: Model, layer: Layer) -> list[str]:
@@ -461,7 +461,7 @@ def broken_tensors(model: Model, layer: Layer) -> list[str]:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """All heads against all.
+    """All heads against all, in ordinary memory whatever the model's device.
 
     Attributes:
         energy: [kind, sender, receiver], float64; zero or anything where the receiver had to be in a later layer and is not.

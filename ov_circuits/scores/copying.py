@@ -154,7 +154,7 @@ def _rank_scores(A: Tensor, B: Tensor, sample: Tensor | None) -> dict[str, float
         names += ["mean_rank_error", "suppression_mean_rank_error"]
     if not (bool(A.isfinite().all()) and bool(B.isfinite().all())):
         return dict.fromkeys(names, math.nan)
-    own = torch.arange(len(A))
+    own = torch.arange(len(A), device=A.device)
     full = None if sample is None else full_ranks(A[sample], B, own[sample])
     members = full if full is not None and not sampled else capped_ranks(A, B, own, max(KS))
     values = [share_below(end, k) for end in (members.larger, members.smaller) for k in KS]
@@ -226,7 +226,9 @@ class _Unscaled:
 
     def __init__(self, model: Model) -> None:
         a, name = model.architecture, model.source.family.attention_norm
-        self._norm = Norm(None if name is None else a.norm, torch.ones(a.d_model), None, a.norm_eps)
+        self._norm = Norm(
+            None if name is None else a.norm, torch.ones(a.d_model, device=model.device), None, a.norm_eps
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x)
@@ -256,7 +258,7 @@ def _name_ids(model: Model, names: Sequence[str] | str | Path | None) -> tuple[T
     dropped = [word for word, token in found.items() if token is None]
     if not ids:
         raise CircuitsError(f"none of the names is a single token of {model.name}: {', '.join(dropped[:10])}, ..")
-    return torch.tensor(ids), dropped
+    return torch.tensor(ids, device=model.device), dropped
 
 
 def _read_names(names: Sequence[str] | str | Path) -> Sequence[str]:

@@ -130,6 +130,6 @@ def _end(model: Model, name: str, entries: Entries, sides: tuple[str, str]) -> p
             f"{sides[0]}_id": rows,
             sides[1]: token_list(model, columns),
             f"{sides[1]}_id": columns,
-            "value": entries.values.numpy(),
+            "value": entries.values.numpy(force=True),
         }
     )

@@ -13,8 +13,8 @@ from ov_circuits.checkpoint.families import Architecture
 
 # Of the float64 copies of one factor of the heads that are worked on at a time, in one thread.
 _CHUNK_BYTES = 32 * 2**20
-# How many times as much a chunk's weights, copies and decompositions take together (measured, see docs/large-models.md).
-CHUNK_COPIES = 7
+# Matrices of [d_head, d_head] that a head has at once, in float64: its own roots and cores, and those of all draws of its nulls.
+_SMALL_MATRICES = 36
 # Of [n_vocab, n_heads] projections and [n_vocab, d_head] factors, how many are held at a time.
 TOKEN_COPIES, RANK_COPIES = 5, 10
 # What pieces side by side may always take, however small the model's layers are.
@@ -63,8 +63,15 @@ def chunks(a: Architecture, heads: range) -> Iterator[range]:
 
 
 def chunk_bytes(a: Architecture) -> int:
-    """What the largest chunk takes while it is worked on."""
-    return CHUNK_COPIES * 8 * a.d_model * a.d_head * len(next(chunks(a, range(a.n_heads))))
+    """What the largest chunk takes while it is worked on.
+
+    In float32 the factors as they are read and as both circuits hold them, in float64 one factor and the blocks of its product
+    with a Gram matrix; and small matrices. tests/test_plan.py holds this against what torch allocates.
+    """
+    heads, factor = len(next(chunks(a, range(a.n_heads)))), a.d_model * a.d_head
+    read = 4 * factor * (3 + 2 / a.group_size)  # W_Q as it is and scaled, W_O; W_K and W_V
+    repeated = 4 * factor * 2 if 1 < a.group_size < a.n_heads else 0  # of a single group, repeating copies nothing
+    return int(heads * (read + repeated + 1.6 * 8 * factor + _SMALL_MATRICES * 8 * a.d_head**2))
 
 
 def piece_bytes(a: Architecture, tokens: bool, vocabulary: bool) -> int:

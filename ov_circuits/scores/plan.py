@@ -15,20 +15,40 @@ from typing import Any
 from ov_circuits.checkpoint.families import Architecture
 from ov_circuits.folding import View
 from ov_circuits.scores.chance import DRAWS
-from ov_circuits.scores.pieces import layer_bytes, most_side_by_side, piece_bytes, pieces
+from ov_circuits.scores.pieces import Piece, chunks, layer_bytes, most_side_by_side, piece_bytes, pieces
 
-# Product work that takes as long, measured with one thread: eigenvalues, singular values, a full SVD, and a Cholesky root with its
-# condition number of [r, r], in r^3; a QR of [d, r] in d r^2; eigenvectors of a symmetric [d, d] in d^3.
-EIGVALS, SVDVALS, SVD, CHOLESKY, QR, EIGH = 90.0, 20.0, 60.0, 9.0, 5.0, 9.5
-# Of a product known to be symmetric (see linalg/lowrank.py).
-_SYMMETRIC = 9 / 16
-# In product work a number: turning one of the file into float32 and folding a norm into it, turning it into float64 (fresh memory
-# is what takes the time), looking for the largest of a column.
-_READ, _DOUBLE, _LARGEST = 30.0, 180.0, 400.0
+# Product work that takes as long, measured with one thread: a Cholesky root of [r, r] with its condition number in r^3, a QR of
+# [d, r] in d r^2, eigenvectors of a symmetric [d, d] in d^3.
+CHOLESKY, QR, EIGH = 7.0, 5.0, 9.5
+# Of a product known to be symmetric, by blocks (see linalg/lowrank.py), and in less time by BLAS's own (linalg/products.py).
+_SYMMETRIC, _ROW_GRAM = 9 / 16, 0.75
+# In product work a number: turning one of the file into float32 where the block is used again, reading a weight and folding a norm
+# into it, turning a number into float64 (fresh memory is what takes the time of both), looking for the largest of a column.
+_READ, _FOLD, _DOUBLE, _LARGEST = 30.0, 600.0, 180.0, 400.0
 # How often the numbers of a head's factors are turned into float64.
-_COPIES = 10
+_COPIES = 8
+# What Python and many small operations take for the heads that are worked on at a time.
+_CHUNK = 2e9
 # A product of [d, d] with a few heads' [d, r], one after the other, takes so much longer than a large one.
-_NARROW = 0.5
+_NARROW = 0.15
+# What libraries keep for a thread: packed blocks of products, and the allocator's arena, which is not full.
+_THREAD_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class _Decomposition:
+    """Product work that takes as long as a decomposition of [r, r]: so many times r^3, and r^2 for what is done row by row."""
+
+    cubes: float
+    squares: float
+
+    def __call__(self, r: int) -> float:
+        return self.cubes * r**3 + self.squares * r**2
+
+
+# Measured with one thread at r = 64 and 128: eigenvalues, also of draws, in float32; singular values; a full SVD.
+EIGVALS, EIGVALS32 = _Decomposition(68, 2900), _Decomposition(36, 2900)
+SVDVALS, SVD = _Decomposition(8, 1400), _Decomposition(13, 4600)
 
 
 @dataclass(frozen=True)
@@ -115,10 +135,11 @@ class Plan:
         d, r = a.d_model, min(a.d_head, a.d_model)
         products = 2 * n * d * d * (_SYMMETRIC if a.tied else 2 * _SYMMETRIC + 1)
         read = n * d * (1 if a.tied else 4)
+        look = n * d * (1 if a.tied else 2)  # whether all numbers are finite
         frames = 2 * 2 * d * d * r * 3 / 2 + 3 * 2 * d * r * r
         return {
-            "grams": Work(products, (_READ + _DOUBLE) * read),
-            "draws": Work(DRAWS * frames, DRAWS * (2 * QR * d * r * r + 2 * SVD * r**3)),
+            "grams": Work(products, (_READ + _DOUBLE) * read + _READ * look),
+            "draws": Work(DRAWS * frames, DRAWS * (2 * QR * d * r * r + 2 * SVD(r))),
         }
 
     @property
@@ -128,26 +149,28 @@ class Plan:
         d, r, g = a.d_model, a.d_head, a.group_size
         shared = 1 + 1 / g  # the reading side of OV is worked out once a group
         core, small, square = 2 * r**3, 2 * d * r * r, 2 * d * d * r
-        samples = max(2, 256 // min(r, d))
+        samples = max(2, 128 // min(r, d))
         return {
-            "weights": Work(0, (_COPIES * _DOUBLE + 2 * shared * _READ) * d * r),
-            "ov roots": Work(shared * small + core, shared * CHOLESKY * r**3),
-            "ov values": Work(0, SVDVALS * r**3),
-            "ov eigenvalues": Work(small, EIGVALS * r**3),
-            "ov pairs": Work(4 * (r + d) * r, SVD * r**3),
+            "weights": Work(
+                0, (_COPIES * _DOUBLE + 2 * shared * _FOLD) * d * r + _CHUNK / len(next(chunks(a, range(a.n_heads))))
+            ),
+            "ov roots": Work(shared * small + core, shared * (CHOLESKY * r**3 - (1 - _ROW_GRAM) * small)),
+            "ov values": Work(0, SVDVALS(r)),
+            "ov eigenvalues": Work(small, EIGVALS(r)),
+            "ov pairs": Work(4 * (r + d) * r, SVD(r)),
             "full roots": Work(shared * (_SYMMETRIC * square + small) + core, shared * CHOLESKY * r**3),
-            "full values": Work(0, SVDVALS * r**3),
+            "full values": Work(0, SVDVALS(r)),
             "full cross": Work(square / g + small, _NARROW * square / g),
-            "full eigenvalues": Work(0, EIGVALS * r**3),
-            "qk roots": Work(2 * small + core, 2 * CHOLESKY * r**3),
-            "qk values": Work(0, SVDVALS * r**3),
+            "full eigenvalues": Work(0, EIGVALS(r)),
+            "qk roots": Work(2 * small + core, 2 * (CHOLESKY * r**3 - (1 - _ROW_GRAM) * small)),
+            "qk values": Work(0, SVDVALS(r)),
             "factors": Work(DRAWS * 2 * 2 * core),
-            "ov factor values": Work(0, DRAWS * SVDVALS * r**3),
-            "qk factor values": Work(0, DRAWS * SVDVALS * r**3),
+            "ov factor values": Work(0, DRAWS * SVDVALS(r)),
+            "qk factor values": Work(0, DRAWS * SVDVALS(r)),
             "rotations": Work(DRAWS * core),
-            "rotation values": Work(0, DRAWS * SVDVALS * r**3),
-            "rotation eigenvalues": Work(0, DRAWS * EIGVALS * r**3),
-            "corner eigenvalues": Work(0, samples * EIGVALS * r**3),
+            "rotation values": Work(0, DRAWS * SVDVALS(r)),
+            "rotation eigenvalues": Work(0, DRAWS * EIGVALS32(r)),
+            "corner eigenvalues": Work(0, samples * EIGVALS(r)),
             "token ends": Work(2 * n * d, 2 * _READ * n * d / a.n_heads + _LARGEST * n),
         }
 
@@ -205,12 +228,16 @@ class Plan:
         once, per_head = self.work()
         draws = self.once["draws"].total if "draws" in self.asked() else 0.0  # every rank makes them
         work = pieces(a, ranks)
-        most = max(
-            sum(len(piece.heads) for piece in work[len(work) * i // ranks : len(work) * (i + 1) // ranks])
-            for i in range(ranks)
-        )
+        shares = [work[len(work) * i // ranks : len(work) * (i + 1) // ranks] for i in range(ranks)]
+        # Tokens are looked for a piece at a time, and a part of a layer reads the embeddings as a whole one does.
+        reading = 2 * _READ * a.n_vocab * a.d_model if self.tokens and self.embeddings else 0.0
+
+        def of(share: list[Piece]) -> int | float:
+            heads = sum(len(piece.heads) for piece in share)
+            return per_head.total * heads + reading * (len(share) - heads / a.n_heads)
+
         turns = 1.0 if cores is None else max(1.0, ranks * threads / cores)
-        return ((once.total - draws) / ranks + draws + per_head.total * most) * turns / (rate * threads)
+        return ((once.total - draws) / ranks + draws + max(map(of, shares))) * turns / (rate * threads)
 
     @property
     def roots(self) -> Work:
@@ -228,8 +255,9 @@ class Plan:
         embedding = f"4 n_vocab d_model = {4 * a.n_vocab * a.d_model:,}"
         kept = "kept" if 4 * a.n_vocab * a.d_model <= HELD_EMBEDDING_BYTES else "read in blocks, not kept"
         return (
-            f"{squares} Gram matrices and halves of them of 8 d_model^2 = {8 * a.d_model**2:,}; then the layers worked on, at most "
-            f"3 of {layer_bytes(a):,} (or 512 MiB where that is more); where a head is so ill conditioned that the Gram "
+            f"{squares} Gram matrices and halves of them of 8 d_model^2 = {8 * a.d_model**2:,}; then the heads worked on, all "
+            f"threads' together at most 3 layers of {layer_bytes(a):,} (or 512 MiB where that is more), and for each thread the "
+            f"mapped file of one matrix and {_THREAD_BYTES:,} for libraries; where a head is so ill conditioned that the Gram "
             f"matrices' roots are needed, 5 more of them; embeddings of {embedding} are {kept}. The number of layers is not in it"
         )
 
@@ -250,7 +278,10 @@ class Plan:
         kept = (1 if a.tied else 2) * embedding if embedding <= HELD_EMBEDDING_BYTES else 0
         held = kept + self._squares * square
         one = piece_bytes(a, self.tokens and self.embeddings, False)
-        top = min(threads, most_side_by_side(a, one)) * one
+        mapped = (
+            2 * a.d_model * a.d_head * a.n_heads
+        )  # of the matrix that is read, as the file holds it: in half precision
+        top = min(threads, most_side_by_side(a, one)) * (one + mapped + _THREAD_BYTES)
         return {"held": held, "three_layers": 3 * layer_bytes(a), "work": top, "peak": held + top}
 
 
@@ -285,6 +316,8 @@ def machine_rate() -> float:
     """float64 product operations a second of one core, from a product of a quarter of a second or so."""
     import torch
 
+    from ov_circuits.linalg.products import product
+
     left, right = (torch.randn(1024, 1024, dtype=torch.float64) for _ in range(2))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -292,7 +325,7 @@ def machine_rate() -> float:
         best = float("inf")
         for _ in range(4):  # the first one also wakes the library up
             start = time.thread_time()
-            _ = left @ right
+            _ = product(left, right)
             best = min(best, time.thread_time() - start)
     finally:
         torch.set_num_threads(threads)

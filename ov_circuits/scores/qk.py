@@ -97,8 +97,8 @@ def qk_spectra(model: Model, offset: int = 0) -> QKSpectra:
         labels=model.head_labels,
         view=model.view,
         offset=_named_offset(model, offset),
-        singular_values=torch.cat(singular),
-        eigenvalues=torch.cat(eigen),
+        singular_values=torch.cat(singular).cpu(),
+        eigenvalues=torch.cat(eigen).cpu(),
         notes=notes,
     )
 
@@ -195,7 +195,7 @@ def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tupl
     same = q.mT @ k / len(q)  # trace of R(offset)^T (q^T k): the mean over tokens of a token's score for itself
     records = []
     for offset in offsets:
-        turned = _turned(torch.eye(q.shape[-1], dtype=torch.float64), _distance(offset), turned_by)
+        turned = _turned(torch.eye(q.shape[-1], dtype=torch.float64, device=q.device), _distance(offset), turned_by)
         records.append((offset, float(q.mean(0) @ turned @ k.mean(0)), float((turned * same).sum())))
     frame = pd.DataFrame(records, columns=["offset", "mean", "same_token"])
     frame.attrs = {

@@ -195,7 +195,7 @@ def _tokenized(model: Model, relation: Relation, k: int) -> _Asked:
             f"the relation {relation.name} has no pair of which both words are single tokens of {model.name}; "
             f"of several tokens are: {', '.join(map(repr, dropped))}"
         )
-    pairs = torch.tensor(kept)
+    pairs = torch.tensor(kept, device=model.device)
     return _Asked(relation.name, _COPYING_K if relation.is_copying else k, pairs[:, 0], pairs[:, 1], dropped)
 
 

@@ -58,7 +58,7 @@ def space_overlaps(model: Model, role: str) -> Float[Tensor, "head head"]:
     """``||U_a^T U_b||_F^2`` of one space of every two heads: ``O`` writes, ``Q``, ``K``, ``V`` read; ranks on the diagonal."""
     bases = torch.cat([space_basis(layer, role).float() for layer in model.layers()])
     everything = (slice(None), slice(None))
-    return pairwise_energy(bases, bases, [everything])
+    return pairwise_energy(bases, bases, [everything]).cpu()
 
 
 def principal_components(

@@ -184,7 +184,7 @@ class Case:
 
     def watched(self, logits: Float[Tensor, "pos n_vocab"]) -> float:
         """The watched number in some logits."""
-        amounts = torch.tensor(list(self.weights.values()), dtype=torch.float64)
+        amounts = torch.tensor(list(self.weights.values()), dtype=torch.float64, device=logits.device)
         return float(logits[self.reading.position, list(self.weights)].double() @ amounts)
 
     def answer_loss(self, log_probabilities: Float[Tensor, "pos n_vocab"]) -> float:
@@ -480,7 +480,7 @@ def _edits(jobs: Sequence[Job], removal: Removal, seen: _Seen, freeze: bool) -> 
             moved = _moved(job, removal, layer, seen, row) if heads else None
             for head in heads:
                 own = z[row, :n, head.index]
-                kept = own.detach().float().cpu()
+                kept = own.detach().float().to(source.device)
                 part = removal.part(job.trace, head, kept, None if moved is None else moved[head.index])
                 z[row, :n, head.index] = (kept - part).to(z)
         return z
@@ -498,7 +498,7 @@ def _edits(jobs: Sequence[Job], removal: Removal, seen: _Seen, freeze: bool) -> 
         return restored(output, [record.layers[layer].mlp_output for record in records])
 
     def held(norm: Any, stream: Tensor, normalised: Tensor, clean: Sequence[Tensor]) -> Tensor:
-        moved = [stream[row, : len(at)].float().cpu() - at for row, at in enumerate(clean)]
+        moved = [stream[row, : len(at)].to(at) - at for row, at in enumerate(clean)]
         at_scale = [norm(at) + norm.carry(at, part) for at, part in zip(clean, moved, strict=True)]
         return restored(normalised, at_scale)
 

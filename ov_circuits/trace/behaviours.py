@@ -410,7 +410,7 @@ def _measure(model: Model, probe: _Probe, wanted: Sequence[str]) -> dict[str, _T
             weights = model.layer(layer) if copying else None
             for index, row in enumerate(rows_of_batch):
                 n = len(row.tokens)
-                pattern = batch.layers[layer]["pattern"][index, :, :n, :n].double()
+                pattern = batch.layers[layer]["pattern"][index, :, :n, :n].double().cpu()
                 _tally_attention(tallies, pattern, row, layer, shard.heads)
                 if weights is not None and row.segment:
                     _tally_copying(tallies["random_copying"], model, weights, batch, index, row)
@@ -470,10 +470,10 @@ def _tally_copying(tally: _Tally, model: Model, weights: Layer, batch: Batch, in
     amount = (kept["pattern"][index, :, here, here].double() / scale[:, None]).sum(1)
     total, m = raised.sum(-1), row.segment
     # Rescaled: 2 share - 1 = (2 own - total) / total.
-    tally.value[row.seed, layer, own] += (amount * (2 * raised.diagonal(dim1=-2, dim2=-1) - total)).sum(-1)
-    tally.weight[row.seed, layer, own] += (amount * total).sum(-1)
-    tally.null[layer, own] += (amount * (2 / m - 1) * total).sum(-1)
-    tally.variance[layer, own] += (4 * amount.square() * raised.var(-1, correction=0)).sum(-1)
+    tally.value[row.seed, layer, own] += (amount * (2 * raised.diagonal(dim1=-2, dim2=-1) - total)).sum(-1).cpu()
+    tally.weight[row.seed, layer, own] += (amount * total).sum(-1).cpu()
+    tally.null[layer, own] += (amount * (2 / m - 1) * total).sum(-1).cpu()
+    tally.variance[layer, own] += (4 * amount.square() * raised.var(-1, correction=0)).sum(-1).cpu()
 
 
 # -- the frame --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ov_circuits.checkpoint.families import model_type_of
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.products import FastLinears
+from ov_circuits.processes import lost
 from ov_circuits.trace.shards import Shard
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Edits:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a run of prompts of one (padded) length left behind; [batch, ...] each, float32 on the CPU.
+    """What a run of prompts of one (padded) length left behind; [batch, ...] each, float32 on the model's device.
 
     ``layers`` holds, for each layer, the fields of :class:`LayerRecord` that were asked for, and ``logits_at`` the positions that
     have logits, None for all.
@@ -228,7 +229,7 @@ def run(
     position = ends.get("position")
     if position is not None:
         position = position.expand(len(tokens), -1, -1)
-    logits = _own(logits)
+    logits = _own(logits, model.device)
     uncapped = (
         logits if model.architecture.logit_softcap is None else ends["unembedded"] * model.architecture.logit_scale
     )
@@ -277,7 +278,7 @@ class _Parts:
 
     def __init__(self, network: Any, model: Model, n_prompts: int) -> None:
         self._family, self._network, self._n_prompts = model.source.family, network, n_prompts
-        self._a, self._where = model.architecture, model.source.checkpoint.where
+        self._a, self._where, self._device = model.architecture, model.source.checkpoint.where, model.device
         self.shard = model.source.shard or Shard.whole_layer(model.n_heads)
 
     def _module(self, name: str, layer: int | None = None) -> nn.Module:
@@ -289,6 +290,12 @@ class _Parts:
                 f"the running model of {self._where} has no module {name!r} where a {self._family.name} model has it: "
                 "give a model as transformers builds it"
             ) from error
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return _own(tensor, self._device)
+
+    def _keep_output(self, into: dict[str, Tensor], name: str) -> Callable[..., None]:
+        return lambda _, args, output: into.update({name: self._own(_first(output))})
 
     def _mlp(self, layer: int) -> nn.Module:
         """The module whose output is what the MLP adds to the stream."""
@@ -330,7 +337,7 @@ class _Parts:
 
     def _added(self, output: Any) -> Tensor:
         """A component's output as it is added to the stream; a copy, for some models add to it in place (Falcon)."""
-        added = self._by_prompt(_own(_first(output)))
+        added = self._by_prompt(self._own(_first(output)))
         return added * self._a.residual_scale if self._a.residual_scale != 1 else added.clone()
 
     def _of_all_heads(self, pattern: Tensor) -> Tensor:
@@ -346,25 +353,27 @@ class _Parts:
         for layer, into in enumerate(kept):
             yield from self._watch_layer(layer, into, keep)
         if self._family.positions is not None:
-            yield self._module(self._family.positions).register_forward_hook(_keep_output(ends, "position"))
+            yield self._module(self._family.positions).register_forward_hook(self._keep_output(ends, "position"))
         final = self._module(self._family.final_norm)
-        yield final.register_forward_hook(lambda _, args, output: ends.update(final=_own(args[0])))
+        yield final.register_forward_hook(lambda _, args, output: ends.update(final=self._own(args[0])))
         if self._a.logit_softcap is not None:
-            yield self._network.get_output_embeddings().register_forward_hook(_keep_output(ends, "unembedded"))
+            yield self._network.get_output_embeddings().register_forward_hook(self._keep_output(ends, "unembedded"))
 
     def _watch_layer(self, layer: int, into: dict[str, Tensor], keep: frozenset[str]) -> Iterator[Any]:
         def stream(_: Any, args: Any, kwargs: Any) -> None:
-            into["stream"] = _own(_hidden(args, kwargs))
+            into["stream"] = self._own(_hidden(args, kwargs))
 
         def attention(_: Any, args: Any, kwargs: Any, output: Any) -> None:
             if "attention_input" in keep:
-                into["attention_input"] = _own(_hidden(args, kwargs))
+                into["attention_input"] = self._own(_hidden(args, kwargs))
             if "pattern" in keep:
-                into["pattern"] = self._of_all_heads(_own(output[1]))
+                into["pattern"] = self._of_all_heads(self._own(output[1]))
 
         def projection(_: Any, args: Any, output: Tensor) -> None:
             if "z" in keep:
-                into["z"] = rearrange(_own(args[0]), "batch pos (head d) -> batch head pos d", head=self.shard.held)
+                into["z"] = rearrange(
+                    self._own(args[0]), "batch pos (head d) -> batch head pos d", head=self.shard.held
+                )
             if "attention_output" in keep:
                 into["attention_output"] = self._added(output)
 
@@ -386,10 +395,6 @@ def _hidden(args: Any, kwargs: Any) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _keep_output(into: dict[str, Tensor], name: str) -> Callable[..., None]:
-    return lambda _, args, output: into.update({name: _own(_first(output))})
-
-
 def _edit_norm(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda _, args, output: change(args[0], output).to(output.dtype)
 
@@ -399,9 +404,9 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """A tensor of the run, as float32 on the CPU."""
-    return tensor.detach().float().cpu()
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the run, as float32 on the model's device, which a user's own network need not be on."""
+    return tensor.detach().float().to(device)
 
 
 def _device(network: Any) -> torch.device:
@@ -413,6 +418,9 @@ def _ready(network: Any) -> Iterator[None]:
     """A network that gives its patterns, drops nothing out and runs as it was written, put back as it was afterwards.
 
     As it was written: not as ``torch.compile`` made it, which does not see our hooks, nor in an ``autocast`` around the call.
+
+    Raises:
+        CircuitsError: it runs on several processes, and one of them has gone.
     """
     training = [module for module in network.modules() if module.training]
     implementation = network.config._attn_implementation
@@ -423,6 +431,7 @@ def _ready(network: Any) -> Iterator[None]:
             stack.enter_context(torch.autocast(_device(network).type, enabled=False))
             if "torch._dynamo" in sys.modules:  # otherwise nobody has compiled anything
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(lost())
             yield
     finally:
         for module in training:
@@ -491,14 +500,14 @@ def build(source: Source, **distribution: Any) -> Any:
         )
     config = config_of(source)
     tensors = {name: _Stored(checkpoint.store, name) for name in checkpoint.store.names()}
-    with _quiet(), _blame_config(checkpoint.where):
+    with _quiet(), _blame_config(checkpoint.where), lost():
         network = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
             None,
             config=config,
             state_dict=tensors,
             dtype=torch.float32,
             attn_implementation="eager",
-            **distribution,
+            **(distribution or _placement(source.device)),
         )
         network.eval()
         with torch.no_grad():
@@ -506,6 +515,11 @@ def build(source: Source, **distribution: Any) -> Any:
                 torch.tensor([[0]], device=_device(network))
             )  # some settings that make no sense are found out by running only
     return network
+
+
+def _placement(device: torch.device) -> dict[str, Any]:
+    """How transformers is to put a model on a device: tensor by tensor, as they are read."""
+    return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
 def config_of(source: Source) -> Any:

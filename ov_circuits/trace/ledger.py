@@ -70,7 +70,7 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """A reading, component by component; float64. Layers are those before the reading.
+    """A reading, component by component; float64, in ordinary memory. Layers are those before the reading.
 
     Attributes:
         reading: what is accounted for.
@@ -230,7 +230,8 @@ def logit_reading(trace: Trace, answer: Answer, against: str | int | None = None
         actual = float(source.final_norm(trace.record.final[at]).double() @ column)
         constants = _bias("final_norm", "norm_bias", frozen.constant, source.final_norm.bias)
     else:
-        tokens, amounts = list(weights), torch.tensor(list(weights.values()), dtype=torch.float64)
+        tokens = list(weights)
+        amounts = torch.tensor(list(weights.values()), dtype=torch.float64, device=model.device)
         column = scale * (source.unembedding[:, tokens].double() @ amounts)
         frozen = _final(trace, at, column)
         actual = float(trace.record.uncapped[trace.row(at), tokens].double() @ amounts)
@@ -430,8 +431,8 @@ def _account(trace: Trace, reading: Reading, found: Sequence[_LayerEntries]) -> 
         reading=reading,
         embedding=float(record.embedding[at].double() @ d),
         position=None if record.position is None else float(record.position[at].double() @ d),
-        value_path=gather(torch.stack([layer.value_path for layer in found]), 1) if found else empty,
-        value_bias=gather(torch.stack(biases), 1) if biases else None,
+        value_path=gather(torch.stack([layer.value_path for layer in found]), 1).cpu() if found else empty,
+        value_bias=gather(torch.stack(biases), 1).cpu() if biases else None,
         b_O=torch.tensor(b_O, dtype=torch.float64) if b_O else None,
         mlp=torch.tensor([layer.mlp for layer in found], dtype=torch.float64),
     )
@@ -466,7 +467,7 @@ def _direction(model: Model, direction: Tensor) -> Tensor:
         raise CircuitsError(f"a direction of {model.name} is a real tensor [{d_model}], not {shown}")
     if not bool(direction.isfinite().all()):
         raise CircuitsError("the direction holds NaN or infinity")
-    return direction.detach().cpu().double()
+    return direction.detach().double().to(model.device)
 
 
 def _facts(trace: Trace) -> dict[str, Any]:

@@ -519,10 +519,12 @@ class _Meter:
         """A window of a batch; ``asked``: offsets of counted positions at which the loss saved is worked out exactly."""
         counted = slice(window.first, len(window.ids))
         final, logits = batch.final[index, counted], batch.logits[index, counted]
-        targets = torch.tensor(window.targets)
+        device = self._model.device
+        targets = torch.tensor(window.targets, device=device)
         directions = self._norm.read_back(final, self._directions(logits, targets))
         ids = torch.tensor(window.ids)
-        features = self._bins.features(ids, window.first, torch.tensor([self._is_punctuation(i) for i in window.ids]))
+        punctuation = torch.tensor([self._is_punctuation(i) for i in window.ids])
+        features = self._bins.features(ids, window.first, punctuation).to(device)
         layers, writes = [], []
         for weights, kept in zip(self._weights, batch.layers, strict=True):
             part = {name: tensor[index] for name, tensor in kept.items()}
@@ -531,11 +533,13 @@ class _Meter:
                 writes.append(self._writes(weights, part, window.first + asked))
         joined = _LayerMeasured.joined(layers)
         linear = joined["linear"]
-        curvature = torch.zeros(len(linear), 0)
+        curvature = linear.new_zeros(len(linear), 0)
         if len(asked):
             uncapped = batch.uncapped[index, counted][asked]
             curvature = self._loss_saved(torch.cat(writes), final[asked], uncapped, targets[asked]) - linear[:, asked]
-        return _Measured(**joined, loss=F.cross_entropy(logits, targets, reduction="sum"), curvature=curvature)
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        found = joined | {"loss": loss, "curvature": curvature}
+        return _Measured(**{name: tensor.cpu() for name, tensor in found.items()})
 
     def _directions(
         self, logits: Float[Tensor, "destination n_vocab"], targets: Int[Tensor, " destination"]
@@ -596,7 +600,7 @@ class _Meter:
     ) -> Float[Tensor, "head asked"]:
         """How much larger the loss is without each head's direct write."""
         carried = self._scale * self._norm.carry(final, writes)
-        saved = torch.empty(carried.shape[:2])
+        saved = carried.new_empty(carried.shape[:2])
         rows = max(1, _LOGITS_AT_A_TIME // uncapped.shape[1])
         for i, target in enumerate(targets):
             with_all = F.cross_entropy(self._capped(uncapped[i]), target)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
@@ -64,7 +63,7 @@ class Shard:
             return own
         shape = list(own.shape)
         shape[dim] = self.total
-        everyone = torch.zeros(shape, dtype=own.dtype)
+        everyone = own.new_zeros(shape)
         everyone.narrow(dim, self.first, self.held).copy_(own)
         return self.sum(everyone)
 

@@ -204,7 +204,7 @@ class Trace:
         facts = {"tokens": self.tokens, "texts": self.texts, "bos_added": self.bos_added}
         metadata = {_KIND: json.dumps(facts), "checkpoint": self.model.source.fingerprint, "model": self.model.name}
         with atomic_path(file) as temporary:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, metadata)
 
     def _layers(self) -> Sequence[tuple[LayerRecord, Layer]]:
         return [(layer, self.model.layer(index)) for index, layer in enumerate(self.record.layers)]
@@ -306,7 +306,7 @@ def open_trace(file: str | os.PathLike[str], model: Model) -> Trace:
             metadata = stored.metadata() or {}
             if _KIND not in metadata:
                 raise CircuitsError(f"{file} is a safetensors file but no trace: give one that Trace.save wrote")
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            tensors = {name: stored.get_tensor(name).to(model.device) for name in stored.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CircuitsError(f"cannot read the trace {file}: {error}") from error
     if metadata.get("checkpoint") != model.source.fingerprint:
@@ -360,7 +360,7 @@ def values_without_bias(x: Float[Tensor, "source d_model"], weights: Layer) -> F
 def value_bias_writes(weights: Layer) -> Float[Tensor, "head d_model"]:
     """b_V W_O of every query head; zero without a bias."""
     if weights.b_V is None:
-        return torch.zeros(weights.W_O.shape[0], weights.W_O.shape[2])
+        return weights.W_O.new_zeros(weights.W_O.shape[0], weights.W_O.shape[2])
     return torch.einsum("hd,hdm->hm", weights.per_query_head(weights.b_V), weights.W_O)
 
 
