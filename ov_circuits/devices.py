@@ -7,7 +7,6 @@ them follows, and frames are in ordinary memory.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ def device_of(name: str | torch.device | None) -> torch.device:
         return torch.device("cpu")
     if device.type == "mps":
         raise CircuitsError("spectra are worked out in float64, which Apple's GPUs (mps) do not have: use the CPU")
-    module: Any = getattr(torch, device.type, None)
+    module = vars(torch).get(device.type)
     if not hasattr(module, "is_available") or not module.is_available():
         raise CircuitsError(
             f"torch {torch.__version__} finds no {device.type} device on this machine: leave the device out for the CPU, "

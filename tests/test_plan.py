@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -39,11 +40,18 @@ def test_every_score_of_the_board_has_a_plan() -> None:
     assert Plan(ov.load().architecture, "folded").scores == list(SCORES)
 
 
+@contextmanager
+def _all_by_torch() -> Iterator[None]:
+    """No products by numpy and oneDNN: nobody counts those."""
+    with pytest.MonkeyPatch.context() as patch:
+        for library in ("numpy", "onednn"):
+            patch.setattr(products, f"_for_{library}", lambda *factors: False)
+        yield
+
+
 def _counted(work: Callable[[], object]) -> float:
     counter = FlopCounterMode(display=False)
-    with pytest.MonkeyPatch.context() as patch, counter:
-        for library in ("numpy", "onednn"):  # nobody counts theirs
-            patch.setattr(products, f"_for_{library}", lambda *factors: False)
+    with _all_by_torch(), counter:
         work()
     return float(counter.get_total_flops())
 
@@ -122,13 +130,10 @@ def test_a_piece_takes_the_tensors_that_torch_allocates(
         plain, file
     )  # gains that differ would make heads so ill conditioned that roots of Gram matrices are needed
     model = ov.load(folder)
-    board, piece = (
-        Board(model, tokens=0),
-        pieces(model.architecture)[0],
-    )  # a library keeps room for the products with tokens
+    board, piece = Board(model), pieces(model.architecture)[0]
     _ = board.most_side_by_side  # what is made once
     board.rows(piece)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with _all_by_torch(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         board.rows(piece)
     found = profiled.profiler.kineto_results.events()
     sizes = [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns()) if e.name() == "[memory]"]

@@ -83,9 +83,9 @@ def token_pair(model: Model, source: str | int, output: str | int) -> pd.DataFra
             "head": model.head_labels,
             "layer": [layer for layer in range(model.n_layers) for _ in range(model.n_heads)],
             "index": list(range(model.n_heads)) * model.n_layers,
-            "value": value.numpy(),
-            "above_mean": (value - total / len(model.unembedding)).numpy(),
-            "rank": rank.numpy(),
+            "value": value.numpy(force=True),
+            "above_mean": (value - total / len(model.unembedding)).numpy(force=True),
+            "rank": rank.numpy(force=True),
         }
     )
     texts = {"source": token_text(model, read), "output": token_text(model, wanted)}

@@ -39,10 +39,10 @@ _THREAD_BYTES = 64 * 2**20
 class _Decomposition:
     """Product work that takes as long as a decomposition of [r, r]: so many times r^3, and r^2 for what is done row by row."""
 
-    cubes: float
-    squares: float
+    cubes: int
+    squares: int
 
-    def __call__(self, r: int) -> float:
+    def __call__(self, r: int) -> int:
         return self.cubes * r**3 + self.squares * r**2
 
 
