@@ -7,6 +7,7 @@ them follows, and frames are in ordinary memory.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -29,13 +30,13 @@ def device_of(name: str | torch.device | None) -> torch.device:
         return torch.device("cpu")
     if device.type == "mps":
         raise CircuitsError("spectra are worked out in float64, which Apple's GPUs (mps) do not have: use the CPU")
-    module = vars(torch).get(device.type)
+    module: Any = vars(torch).get(device.type)
     if not hasattr(module, "is_available") or not module.is_available():
         raise CircuitsError(
             f"torch {torch.__version__} finds no {device.type} device on this machine: leave the device out for the CPU, "
             "or install a torch built for your GPU, and its driver"
         )
-    if device.index is None:
+    if str(device) == device.type:  # without a number
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
     count = module.device_count()
     if device.index >= count:

@@ -84,6 +84,7 @@ WEIGHTS: dict[str, Callable[[ov.Model], Any]] = {
     "qk": lambda m: ov.qk_spectra(m, 0).frame(),
     "pairs": lambda m: [ov.strongest_token_pairs(m, "1.1", 5), ov.largest_query_key_pairs(m, "1.1", 5)],
     "compare": lambda m: ov.compare(m, m),
+    "without": lambda m: ov.scoreboard(m.without("0.1"), ["ov_frobenius_norm"]),
     "token pair": lambda m: ov.token_pair(m, 3, 4),
     "positions": lambda m: ov.offset_profile(m, "1.1", range(3)) if m.W_pos is None else ov.position_pattern(m, "1.1"),
 }
