@@ -253,10 +253,12 @@ def _forward(network: Any, model: Model, tokens: Tensor, **wanted: Any) -> Tenso
     """The network's logits.
 
     Raises:
-        CircuitsError: it does not run: weights of two precisions, a hook of the user's that fails, memory that is not there.
+        CircuitsError: it does not run: weights of two precisions, a hook of the user's that fails, memory that is not there; or
+            it runs on several processes, and one of them has gone.
     """
     try:
-        logits: Tensor = network(tokens, use_cache=False, **wanted).logits
+        with lost():
+            logits: Tensor = network(tokens, use_cache=False, **wanted).logits
     except CircuitsError:
         raise
     # What a network that is not ours raises, and with which error, is its own affair.
@@ -418,9 +420,6 @@ def _ready(network: Any) -> Iterator[None]:
     """A network that gives its patterns, drops nothing out and runs as it was written, put back as it was afterwards.
 
     As it was written: not as ``torch.compile`` made it, which does not see our hooks, nor in an ``autocast`` around the call.
-
-    Raises:
-        CircuitsError: it runs on several processes, and one of them has gone.
     """
     training = [module for module in network.modules() if module.training]
     implementation = network.config._attn_implementation
@@ -431,7 +430,6 @@ def _ready(network: Any) -> Iterator[None]:
             stack.enter_context(torch.autocast(_device(network).type, enabled=False))
             if "torch._dynamo" in sys.modules:  # otherwise nobody has compiled anything
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(lost())
             yield
     finally:
         for module in training:
