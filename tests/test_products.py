@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ov_circuits.linalg import products
-from ov_circuits.linalg.products import FastLinears, many_products, row_gram, times_transpose
+from ov_circuits.linalg.products import FastLinears, many_products, product, row_gram, times_transpose
 from ov_circuits.linalg.threads import numpy_threads, side_by_side
 
 
@@ -78,6 +78,14 @@ def test_gram_matrices_of_any_layout(layout, dtype, assert_close):
     assert_close(ours.detach(), right.detach(), 1e-2 if x.dtype == torch.bfloat16 else 1e-6)
     if layout not in ("with gradient", "bfloat16"):
         assert torch.equal(ours, ours.mT)
+
+
+@pytest.mark.filterwarnings("error")
+def test_nan_stays_in_its_matrix_and_numpy_says_nothing():
+    x = random(3, 20, 300)
+    x[1, 2, 3] = torch.nan
+    assert row_gram(x).isfinite().flatten(1).all(1).tolist() == [True, False, True]
+    assert product(x.double(), x.double().mT).isfinite().flatten(1).all(1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "neither", "shared"])

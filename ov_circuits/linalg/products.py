@@ -7,6 +7,8 @@ Gram matrices, many small products and large float64 ones, numpy's OpenBLAS is f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ def row_gram(x: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch r r"]:
     if not _for_numpy(x):
         return x @ x.mT
     rows = _one_stride(x).numpy()
-    with numpy_threads(torch.get_num_threads()):
+    with _as_torch():
         return torch.from_numpy(np.matmul(rows, rows.swapaxes(-1, -2)))
 
 
@@ -41,7 +43,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     """``x @ y``, for large float64 matrices; leading dimensions are batches, as there."""
     if not _for_numpy(x, y):
         return x @ y
-    with numpy_threads(torch.get_num_threads()):
+    with _as_torch():
         return torch.from_numpy(np.matmul(_one_stride(x).numpy(), _one_stride(y).numpy()))
 
 
@@ -49,7 +51,7 @@ def many_products(x: Float[Tensor, "batch m k"], y: Float[Tensor, "batch k n"], 
     """``torch.bmm(x, y, out=out)`` for small matrices."""
     if not _for_numpy(x, y, out):
         return torch.bmm(x, y, out=out)
-    with numpy_threads(torch.get_num_threads()):
+    with _as_torch():
         np.matmul(_one_stride(x).numpy(), _one_stride(y).numpy(), out=out.numpy())
     return out
 
@@ -58,6 +60,13 @@ def _for_numpy(*factors: Tensor) -> bool:
     return all(type(x) is Tensor and x.device.type == "cpu" and not x.requires_grad for x in factors) and all(
         x.dtype in (torch.float32, torch.float64) for x in factors
     )
+
+
+@contextmanager
+def _as_torch() -> Iterator[None]:
+    """numpy with torch's number of threads and no warning about NaN or infinity, which are the weights' own."""
+    with numpy_threads(torch.get_num_threads()), np.errstate(all="ignore"):
+        yield
 
 
 def _one_stride(x: Tensor) -> Tensor:
