@@ -162,7 +162,7 @@ def test_single_refuses_several_tokens_and_names_them_and_the_other_spelling(byt
         byte_level.single(" c")
     with pytest.raises(CircuitsError) as caught:
         byte_level.single("xyz")
-    assert "is one token" not in str(caught.value), "an alternative was named that is none"
+    assert "' is one token" not in str(caught.value), "an alternative was named that is none"
 
 
 def test_single_refuses_nothing_at_all(tokenizer):
