@@ -17,7 +17,11 @@ from ov_circuits.errors import CircuitsError, is_one_number, is_whole
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Names that stand for several kinds.
-_ALIASES = {"Answer": "str | int | Mapping[str | int, float] | Tensor", "PathLike[str]": "Path"}
+_ALIASES = {
+    "Answer": "str | int | Mapping[str | int, float] | Tensor",
+    "Claim": "Copies | Applies | Composes",
+    "PathLike[str]": "Path",
+}
 _WORDS = {
     "str": "a text",
     "int": "a whole number",
@@ -28,6 +32,7 @@ _WORDS = {
     "DataFrame": "a frame",
     "Tensor": "a tensor",
     "None": "None",
+    "Applies": "an Applies",
     "Model": "a Model as ov.load gives it",
     "Head": "a Head",
     "Trace": "a Trace",
