@@ -505,7 +505,7 @@ def test_what_is_near_is_refused_by_name_and_reason(model_type, words):
         ("gemma2", ["a window of 4 in 1 of 2 layers", "scores are capped at 50.0", "logits are capped at 30.0"]),
         ("gemma3_text", ["theta 10000, 1e+06", "queries and keys are normalised"]),
         ("gptj", ["on 4 of 6 coordinates", "pairs are neighbours", "beside the MLP"]),
-        ("smollm3", ["theta 2e+06", "none in 1 layers"]),
+        ("smollm3", ["theta 2e+06", "none in 1 layer"]),
         ("llama3", ["rescaled (llama3)"]),
         ("olmo-clipped", ["clamped to 0.8"]),
         ("granite", ["logits are multiplied by 0.2"]),

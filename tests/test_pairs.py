@@ -80,7 +80,7 @@ def test_zero_matrix_and_bad_input():
     assert list(zip(found.largest.rows.tolist(), found.largest.columns.tolist(), strict=True))[-1] == (1, 0)
     with pytest.raises(ValueError, match="NaN or infinity"):
         top_entries(torch.full((3, 2), torch.nan), torch.ones(2, 4), 5)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="from 1 on"):
         top_entries(torch.ones(3, 2), torch.ones(2, 4), 0)
 
 
@@ -140,5 +140,5 @@ def test_copying_heads_pair_tokens_with_themselves(tiny_gpt2_char):
 def test_token_pairs_need_embeddings_and_finite_weights(gpt2_small_attention, tiny_gpt2_char):
     with pytest.raises(CircuitsError, match="no embeddings"):
         strongest_token_pairs(ov.load(gpt2_small_attention), "0.0")
-    with pytest.raises(CircuitsError, match="at least 1"):
+    with pytest.raises(CircuitsError, match="from 1 on"):
         strongest_token_pairs(ov.load(tiny_gpt2_char), "0.0", k=0)

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import OpenBLASController, ThreadpoolController
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -52,6 +52,7 @@ def numpy_threads(most: int) -> Iterator[None]:
     """numpy's products within take at most so many threads; blocks inside others, or beside them, keep the first one's number."""
     with _numpy.lock:
         if not _numpy.blocks:
+            _let_any_thread_set()
             _numpy.limit = _controller().limit(limits=most, user_api="blas")
         _numpy.blocks += 1
     try:
@@ -60,7 +61,15 @@ def numpy_threads(most: int) -> Iterator[None]:
         with _numpy.lock:
             _numpy.blocks -= 1
             if not _numpy.blocks:
+                _let_any_thread_set()
                 _numpy.limit.restore_original_limits()
+
+
+def _let_any_thread_set() -> None:
+    """The last block to end may be in another thread than the first; threadpoolctl of today lets only one set the number."""
+    release = getattr(OpenBLASController, "clear_controlling_thread", None)
+    if release is not None:
+        release(force=True)
 
 
 @cache
