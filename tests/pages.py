@@ -6,7 +6,7 @@ A ``text`` block right after one of them is what it prints. Bring those up to da
     python tests/pages.py docs/spectra.md ..
 
 A ``sh`` block after a mark such as ``<!-- the test command -->`` sets up an environment: `.ci/run` runs it, by that mark. A
-``python`` block after ``<!-- torchrun 3 -->`` is a script of its own, for so many processes, on SmolLM2.
+``python`` block after ``<!-- torchrun 3 -->`` is a script of its own, for so many processes (or for one), on SmolLM2.
 """
 
 from __future__ import annotations
