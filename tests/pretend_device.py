@@ -7,7 +7,8 @@ device too, as far as where tensors lie can decide.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ NAME = "pretend"
 class _Module:
     """What torch.pretend is."""
 
-    @staticmethod
-    def is_available() -> bool:
-        return True
+    # Between its tests the machine has no such device: torch's DataParallel, for one, moves models to any that there is.
+    present = False
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return cls.present
 
     @staticmethod
     def is_initialized() -> bool:
@@ -144,8 +148,9 @@ def _copy(into: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> t
 _library: list[Any] = []
 
 
-def install() -> torch.device:
-    """Registers the device, once a process."""
+@contextmanager
+def pretended() -> Iterator[torch.device]:
+    """The device is there. It is registered once a process."""
     if not _library:
         _setup_privateuseone_for_python_backend(NAME, _Module)
         library = torch.library.Library("_", "IMPL")
@@ -156,4 +161,6 @@ def install() -> torch.device:
             made.impl(name, _maker(getattr(torch, name.split(".")[0])), "PrivateUse1")
         made.impl("copy_", _copy, "PrivateUse1")  # torch.tensor(.., device=) comes here by another way
         _library.extend((library, made))
-    return torch.device(NAME)
+    _Module.present = True
+    yield torch.device(NAME)
+    _Module.present = False

@@ -6,7 +6,8 @@ is always there, ``pretend`` (see pretend_device.py), shows where tensors lie, n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from pretend_device import install
+from pretend_device import pretended
 from safetensors.torch import load_file, save_file
 from torchrun import torchrun
 from typer.testing import CliRunner
@@ -30,10 +31,9 @@ TOKENS = [1, 5, 9, 7, 2, 11, 3, 5, 9, 7]
 
 
 @pytest.fixture(params=["pretend", CUDA])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "pretend":
-        install()
-    return request.param
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pretended() if request.param == "pretend" else nullcontext():
+        yield request.param
 
 
 def assert_same(found: Any, right: Any, name: str = "") -> None:
@@ -202,10 +202,12 @@ def test_a_command_runs_there(tiny_folders: Callable[[str], Path], device: str, 
 
 
 def test_a_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    install()
-    assert device_of("pretend") == torch.device("pretend", 0)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(CircuitsError, match="there is no pretend:1: this machine has 1 such device; with torchrun"):
+    with pretended():
+        assert device_of("pretend") == torch.device("pretend", 0)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with pytest.raises(CircuitsError, match="there is no pretend:1: this machine has 1 such device; with torchrun"):
+            device_of("pretend")
+    with pytest.raises(CircuitsError, match="no pretend device on this machine"):
         device_of("pretend")
     assert device_of("cpu") == device_of(None) == torch.device("cpu")
 
