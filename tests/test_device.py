@@ -123,6 +123,19 @@ def test_what_needs_a_tokenizer(device: str, what: str) -> None:
     assert_same(EMBEDDED[what](ov.load(device=device)), EMBEDDED[what](ov.load()))
 
 
+def test_weights_in_memory_that_change_are_noticed_on_a_device_too(device: str) -> None:
+    checkpoint = ov.load().source.checkpoint
+    tensors = load_file(Path(checkpoint.where) / "model.safetensors")
+    model = ov.load(tensors, config=checkpoint.config, device=device)
+    opened = (model, model.without("0.0"))
+    for each in opened:
+        each.layer(1)  # is kept
+    next(iter(tensors.values())).mul_(2)
+    for each in opened:
+        with pytest.raises(CircuitsError, match="changed after they were opened"):
+            each.layer(1)
+
+
 def test_a_page(device: str, tmp_path: Path) -> None:
     model = ov.load(device=device)
     ov.dashboard(model, model.trace("the people of the")).save(tmp_path / "report.html")

@@ -314,39 +314,6 @@ def _torch_load(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-class PlacedStore(TensorStore):
-    """A store whose tensors are put on a device as they are read: in the file's precision, which is what travels."""
-
-    def __init__(self, store: TensorStore, device: torch.device) -> None:
-        self._store, self._device = store, device
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def reads_parts(self) -> bool:
-        return self._store.reads_parts
-
-    def names(self) -> Sequence[str]:
-        return self._store.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._store.shape(name)
-
-    def dtype(self, name: str) -> str:
-        return self._store.dtype(name)
-
-    def origin(self, name: str) -> str:
-        return self._store.origin(name)
-
-    def _read(self, name: str) -> Tensor:
-        return self._store._read(name).to(self._device)
-
-    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        return self._store._read_part(name, part).to(self._device)
-
-
 class MemoryStore(_OpenTensors):
     """Tensors that are in memory already (a state dict); only what must become float32 or lies on a device is copied."""
 
@@ -429,15 +396,60 @@ class RecipeStore(TensorStore):
         return self._recipes[name].make()
 
 
-class RenamedStore(TensorStore):
-    """A store under other names: a common prefix (``transformer.``) taken off, aliases given, everything else hidden."""
+class _StoreOver(TensorStore):
+    """A store on top of another one, which answers whatever this one does not change."""
 
-    def __init__(self, store: TensorStore, names: Mapping[str, str]) -> None:
-        self._store, self._map = store, dict(names)
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
 
     @property
     def reads_parts(self) -> bool:
         return self._store.reads_parts
+
+    @property
+    def device(self) -> torch.device:
+        return self._store.device
+
+    def names(self) -> Sequence[str]:
+        return self._store.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._store.shape(name)
+
+    def dtype(self, name: str) -> str:
+        return self._store.dtype(name)
+
+    def origin(self, name: str) -> str:
+        return self._store.origin(name)
+
+    def check_unchanged(self) -> None:
+        self._store.check_unchanged()
+
+
+class PlacedStore(_StoreOver):
+    """A store whose tensors are put on a device as they are read: in the file's precision, which is what travels."""
+
+    def __init__(self, store: TensorStore, device: torch.device) -> None:
+        super().__init__(store)
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def _read(self, name: str) -> Tensor:
+        return self._store._read(name).to(self._device)
+
+    def _read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        return self._store._read_part(name, part).to(self._device)
+
+
+class RenamedStore(_StoreOver):
+    """A store under other names: a common prefix (``transformer.``) taken off, aliases given, everything else hidden."""
+
+    def __init__(self, store: TensorStore, names: Mapping[str, str]) -> None:
+        super().__init__(store)
+        self._map = dict(names)
 
     def names(self) -> Sequence[str]:
         return list(self._map)
@@ -451,9 +463,6 @@ class RenamedStore(TensorStore):
     def origin(self, name: str) -> str:
         return self._store.origin(self._map[name])
 
-    def check_unchanged(self) -> None:
-        self._store.check_unchanged()
-
     def _read(self, name: str) -> Tensor:
         return self._store._read(self._map[name])
 
@@ -461,7 +470,7 @@ class RenamedStore(TensorStore):
         return self._store._read_part(self._map[name], part)
 
 
-class SilencedStore(TensorStore):
+class SilencedStore(_StoreOver):
     """A store in which some rows or columns of some tensors read as zero.
 
     Args:
@@ -470,26 +479,8 @@ class SilencedStore(TensorStore):
     """
 
     def __init__(self, store: TensorStore, silent: Mapping[str, tuple[int, Tensor]]) -> None:
-        self._store, self._silent = store, dict(silent)
-
-    @property
-    def reads_parts(self) -> bool:
-        return self._store.reads_parts
-
-    def check_unchanged(self) -> None:
-        self._store.check_unchanged()
-
-    def names(self) -> Sequence[str]:
-        return self._store.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._store.shape(name)
-
-    def dtype(self, name: str) -> str:
-        return self._store.dtype(name)
-
-    def origin(self, name: str) -> str:
-        return self._store.origin(name)
+        super().__init__(store)
+        self._silent = dict(silent)
 
     def _read(self, name: str) -> Tensor:
         return self._read_part(name, ())
@@ -503,28 +494,12 @@ class SilencedStore(TensorStore):
         return tensor.masked_fill(silent.view(-1, *[1] * (tensor.ndim - 1 - dim)), 0.0)
 
 
-class ReadOnce(TensorStore):
+class ReadOnce(_StoreOver):
     """A store that reads each tensor once, for as long as this object lives."""
 
     def __init__(self, store: TensorStore) -> None:
-        self._store = store
+        super().__init__(store)
         self._read_tensors: dict[str, Tensor] = {}
-
-    def names(self) -> Sequence[str]:
-        return self._store.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._store.shape(name)
-
-    def dtype(self, name: str) -> str:
-        return self._store.dtype(name)
-
-    def origin(self, name: str) -> str:
-        return self._store.origin(name)
-
-    @property
-    def device(self) -> torch.device:
-        return self._store.device
 
     def _read(self, name: str) -> Tensor:
         if name not in self._read_tensors:
