@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ov_circuits.linalg.lowrank import LowRank
     from ov_circuits.model import Head, Layer, Model, load
     from ov_circuits.report import figures
-    from ov_circuits.report.payload import dashboard
+    from ov_circuits.report.results import dashboard
     from ov_circuits.scores.chance import spectrum
     from ov_circuits.scores.compare import compare
     from ov_circuits.scores.composition import component_composition, composition, strongest_paths, subspace_overlap
@@ -89,7 +89,7 @@ _HOMES = {
     "position_pattern": "scores.qk",
     "spectrum": "scores.chance",
     "space_map": "scores.spaces",
-    "dashboard": "report.payload",
+    "dashboard": "report.results",
     "check": "claims",
     "verify": "certificate",
     "CircuitsError": "errors",

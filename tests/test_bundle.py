@@ -17,7 +17,6 @@ import ov_circuits as ov
 from ov_circuits import CircuitsError
 from ov_circuits.report import stills as pictures
 from ov_circuits.report.bundle import main_figures, write_bundle
-from ov_circuits.report.results import gather
 
 needs_browser = pytest.mark.skipif(
     pictures.why_no_stills() is not None and not shutil.which("chromium"), reason="NOT RUN: nothing here draws pictures"
@@ -34,7 +33,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def story(stories260k):
     model, prompt = ov.load(stories260k), "Once upon a time there was a"
     more = {"prompts": "repeated_tokens", "generation": ov.generate(model, prompt, 2)}
-    return model, gather(model, model.trace(prompt), " little", " big", **more)
+    return model, ov.dashboard(model, model.trace(prompt), " little", " big", **more)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def test_every_file_is_in_the_manifest_with_its_hash(bundle, stories260k):
 
 
 def test_the_frames_are_the_librarys(bundle, story):
-    folder, (model, results) = bundle[0], story
+    folder, model, results = bundle[0], story[0], story[1].results
     board = pd.read_parquet(folder / "heads.parquet")
     weights = pd.DataFrame(ov.scoreboard(model, tokens=0))
     pd.testing.assert_frame_equal(board[weights.columns], weights)
@@ -129,7 +128,7 @@ def test_a_card_stands_alone(bundle, story):
 @needs_browser
 def test_pictures_are_pictures(bundle, story):
     folder = bundle[0] / "figures"
-    names = set(main_figures(story[1]))
+    names = set(main_figures(story[1].results))
     assert {"composition", "waterfall-kind", "attribution-map", "spaces-write", "spaces-read"} < names
     assert {"map-induction", "ablation", "prompt-set", "continuation", "scan-loss"} < names
     assert sum(name.endswith("-distances") for name in names) == 1
@@ -144,7 +143,7 @@ def test_pictures_are_pictures(bundle, story):
 
 @needs_browser
 def test_no_text_ends_the_page_that_draws(story):
-    figure = main_figures(story[1])["composition"].update_layout(title="<!--<script></script> &amp; &lt;b&gt;")
+    figure = main_figures(story[1].results)["composition"].update_layout(title="<!--<script></script> &amp; &lt;b&gt;")
     drawn = pictures.stills({"x": figure})
     assert drawn["x.png"].startswith(b"\x89PNG") and drawn["x.svg"].startswith(b"<svg")
     assert b"<script" not in drawn["x.svg"]
@@ -153,7 +152,7 @@ def test_no_text_ends_the_page_that_draws(story):
 def test_without_a_browser_the_rest_is_written_and_what_to_install_is_said(gpt_nano_sort, tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "_browser", lambda: None)
     monkeypatch.setattr(pictures, "_has_kaleido", lambda: False)
-    manifest = write_bundle(gather(ov.load(gpt_nano_sort)), tmp_path / "made")
+    manifest = write_bundle(ov.dashboard(ov.load(gpt_nano_sort)), tmp_path / "made")
     assert "install Chromium, or kaleido" in manifest["left_out"]["figures"]
     assert not (tmp_path / "made" / "figures").exists() and (tmp_path / "made" / "report.html").is_file()
     with pytest.raises(CircuitsError, match="install Chromium"):
@@ -164,17 +163,17 @@ def test_a_browser_that_fails_is_said_and_nothing_is_left(gpt_nano_sort, tmp_pat
     monkeypatch.setattr(pictures, "_browser", lambda: sys.executable)
     monkeypatch.setattr(pictures, "_has_kaleido", lambda: False)
     with pytest.raises(CircuitsError, match="did not draw the figures"):
-        pictures.stills(main_figures(gather(ov.load(gpt_nano_sort))))
+        pictures.stills(main_figures(ov.dashboard(ov.load(gpt_nano_sort)).results))
 
 
 def test_an_older_bundle_is_replaced_and_other_folders_are_refused(gpt_nano_sort, tmp_path, monkeypatch):
     monkeypatch.setattr("ov_circuits.report.bundle.why_no_stills", lambda: "not here")
-    results = gather(ov.load(gpt_nano_sort))
+    page = ov.dashboard(ov.load(gpt_nano_sort))
     folder = tmp_path / "made"
-    write_bundle(results, folder)
+    write_bundle(page, folder)
     (folder / "cards" / "9.9.json").write_text("of an older model")
     (folder / "mine.txt").write_text("kept")
-    write_bundle(results, folder)
+    write_bundle(page, folder)
     assert not (folder / "cards" / "9.9.json").exists() and (folder / "mine.txt").read_text() == "kept"
     for wrong, message in (
         (tmp_path, "no bundle"),
@@ -182,7 +181,7 @@ def test_an_older_bundle_is_replaced_and_other_folders_are_refused(gpt_nano_sort
         (tmp_path / "a" / "b", "does not exist"),
     ):
         with pytest.raises(CircuitsError, match=message):
-            write_bundle(results, wrong)
+            write_bundle(page, wrong)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["made"]
 
 

@@ -142,9 +142,7 @@ def report(
 ) -> None:
     """A page about every head: one file that works without a network."""
     from ov_circuits.report.bundle import check_folder, write_bundle
-    from ov_circuits.report.dashboard import Dashboard
-    from ov_circuits.report.payload import payload
-    from ov_circuits.report.results import gather
+    from ov_circuits.report.results import dashboard
     from ov_circuits.trace.generation import generate as run_on
     from ov_circuits.words import token_id
 
@@ -168,7 +166,7 @@ def report(
             trace = opened.trace(prompt_of(prompt, ids), bos=bos)
             if generate is not None:
                 generation = run_on(opened, prompt_of(prompt, ids), generate, bos=bos)
-        results = gather(
+        page = dashboard(
             opened,
             trace,
             chosen,
@@ -184,10 +182,10 @@ def report(
             token_pairs=[token_pair] if token_pair else (),
         )
         if file is not None:
-            Dashboard(payload(results)).save(file)
+            page.save(file)
             note(f"{output}: {file.stat().st_size / 1e6:.1f} MB, {opened.name}, view {opened.view}")
         if bundle is not None:
-            manifest = write_bundle(results, bundle)
+            manifest = write_bundle(page, bundle)
             note(f"{bundle}: {counted(len(manifest['files']) + 1, 'file')}, {opened.name}, view {opened.view}")
             for what, why in manifest["left_out"].items():
                 note(f"no {what}: {why}")

@@ -27,7 +27,6 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.report import figures
 from ov_circuits.report.cards import with_texts
 from ov_circuits.report.dashboard import Dashboard
-from ov_circuits.report.payload import payload
 from ov_circuits.report.results import Results
 from ov_circuits.report.stills import stills, why_no_stills
 from ov_circuits.report.tables import dumps, write_frame
@@ -68,7 +67,7 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def write_bundle(results: Results, folder: str | os.PathLike[str]) -> dict[str, Any]:
+def write_bundle(page: Dashboard, folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Write the bundle, whole or not at all, and return its manifest.
 
     Raises:
@@ -77,16 +76,18 @@ def write_bundle(results: Results, folder: str | os.PathLike[str]) -> dict[str, 
     target = check_folder(folder)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as made:
-            manifest = _fill(results, Path(made))
+            manifest = _fill(page, Path(made))
             _move(Path(made), target)
     except OSError as error:
         raise CircuitsError(f"cannot write the bundle {target}: {error.strerror or error}") from error
     return manifest
 
 
-def _fill(results: Results, folder: Path) -> dict[str, Any]:
-    content = payload(results)
-    Dashboard(content).save(folder / "report.html")
+def _fill(page: Dashboard, folder: Path) -> dict[str, Any]:
+    results, content = page.results, page.payload
+    if results is None:
+        raise ValueError("only a page that ov.dashboard made has frames and figures")
+    page.save(folder / "report.html")
     for name, frame in _frames(results).items():
         write_frame(frame, folder / f"{name}.parquet")
     (folder / "cards").mkdir()

@@ -22,7 +22,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ov_circuits.report.results import Results
 
 # Six digits are more than any chart can show, and half of what float64 would cost in the file.
 _DIGITS = "%.6g"
@@ -87,9 +90,14 @@ class Dashboard:
     """The page of a model, held as its payload; built when it is first asked for.
 
     >>> ov.dashboard(model, trace).save("report.html")  # doctest: +SKIP
+
+    Attributes:
+        payload: what it shows.
+        results: what that was made from; None for a page of other data.
     """
 
     payload: dict[str, Any]
+    results: Results | None = None
 
     @cached_property
     def html(self) -> str:

@@ -7,7 +7,7 @@ Everything is rounded to what a page can show and keyed so that the page needs n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,105 +15,24 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 import ov_circuits
-from ov_circuits.certificate import MEANINGS, Certificate
+from ov_circuits.certificate import MEANINGS
 from ov_circuits.checkpoint.census import census
 from ov_circuits.evidence import columns
-from ov_circuits.model import Model
 from ov_circuits.progress import track
 from ov_circuits.report.cards import Search, Texts, layer_cards, spectrum_draws
 from ov_circuits.report.continuation import continuation_section
-from ov_circuits.report.dashboard import Dashboard
 from ov_circuits.report.evidence import Part, prompt_clause, sentence
 from ov_circuits.report.examples import examples_payload
 from ov_circuits.report.links import composition_section, spaces_section
 from ov_circuits.report.numbers import number, numbers
 from ov_circuits.report.prompt import TOTAL_EFFECT, WRITE_NORM, ablation_section, prompt_section
-from ov_circuits.report.results import Results, gather
 from ov_circuits.report.sets import SET_MEAN, set_section
 from ov_circuits.report.text import visible
 from ov_circuits.scores.chance import DRAWS, SPECTRUM_NULL
 from ov_circuits.shown import counted
 
 if TYPE_CHECKING:
-    from ov_circuits.prompts import PromptSet
-    from ov_circuits.trace.generation import Generation
-    from ov_circuits.trace.scan import Scan
-    from ov_circuits.trace.trace import Trace
-
-
-def dashboard(
-    model: Model,
-    trace: Trace | None = None,
-    answer: str | int | None = None,
-    against: str | int | None = None,
-    *,
-    position: int = -1,
-    certificate: Certificate | None = None,
-    scores: Sequence[str] | str | None = None,
-    pairs: int | str | None = None,
-    paths: bool = True,
-    behaviours: bool | None = None,
-    scan: Scan | int | None = None,
-    ablation: int | str | None = None,
-    prompts: PromptSet | str | Path | None = None,
-    generation: Generation | None = None,
-    token_pairs: Sequence[tuple[str | int, str | int]] = (),
-) -> Dashboard:
-    """The offline page of a model, with a prompt's trace if one is given.
-
-    Args:
-        model: in the weight view that scores and directions are to have.
-        trace: a trace of the same checkpoint.
-        answer, against: with a trace, whose logit (difference) to account for; without ``answer`` the likeliest next token
-            against the runner-up.
-        position: whose next token is explained.
-        certificate: from :func:`ov_circuits.verify`; made now when None.
-        scores: scores over the vocabulary to show beside the spectra, by name, or ``"all"``, which takes minutes on a large
-            vocabulary.
-        pairs: how many heads have their strongest token pairs read (the most one-sided, and those that move the answer
-            most), or ``"all"``; about a second a head at 50,000 tokens. None: what fits into some twenty seconds.
-        paths: whether to work out composition and write-space overlap of all pairs of heads.
-        behaviours: whether to probe what heads attend to (:func:`ov_circuits.behaviours`). None: where the model can run and
-            it takes some ten seconds, with fewer seeds on larger models.
-        scan: examples from a text: a scan, or how many tokens of the text that comes with the package to scan; 0 for none.
-            None: 4000 tokens for small models, none for others.
-        ablation: with a trace, how many heads to ablate one at a time (those that move the answer most), or ``"all"``. None:
-            what fits into some ten seconds.
-        prompts: a prompt set (:func:`ov_circuits.prompts.load`), its name or file; of a name or file as many prompts as fit into
-            some ten seconds.
-        generation: a continuation of :func:`ov_circuits.generate`.
-        token_pairs: pairs (source, output), each word one token or an id: every head's entry of its full OV circuit for them
-            (:func:`ov_circuits.token_pair`) is on the map like a score.
-
-    Returns:
-        The page: ``.save(file)`` writes it, ``.html`` is its text, and a notebook shows it as a cell's last line.
-
-    Raises:
-        CircuitsError: an answer without a trace, a trace, scan or continuation of another checkpoint, a word of several tokens,
-            an unknown score or set; or what was asked for cannot be done with this checkpoint. What is only default and cannot
-            be done is a note on the page.
-    """
-    return Dashboard(
-        payload(
-            gather(
-                model,
-                trace,
-                answer,
-                against,
-                position=position,
-                certificate=certificate,
-                scores=scores,
-                pairs=pairs,
-                paths=paths,
-                behaviours=behaviours,
-                scan=scan,
-                ablation=ablation,
-                prompts=prompts,
-                generation=generation,
-                token_pairs=token_pairs,
-            )
-        )
-    )
+    from ov_circuits.report.results import Results
 
 
 def payload(results: Results) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Everything that a report is made of, computed once: the page, the bundle and the figures are ways to write it down."""
+"""Everything that a report is made of, computed once; the page, the bundle and the figures are ways to write it down."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from ov_circuits.model import Model
 from ov_circuits.progress import track
 from ov_circuits.prompts import PromptSet
 from ov_circuits.report import budget
+from ov_circuits.report.dashboard import Dashboard
+from ov_circuits.report.payload import payload
 from ov_circuits.scores.board import SCORES
 from ov_circuits.scores.composition import composition, subspace_overlap
 from ov_circuits.scores.pairs import strongest_token_pairs, token_pair
@@ -86,7 +88,7 @@ class Results:
     seed: int
 
 
-def gather(
+def dashboard(
     model: Model,
     trace: Trace | None = None,
     answer: str | int | None = None,
@@ -104,11 +106,41 @@ def gather(
     generation: Generation | None = None,
     token_pairs: Sequence[tuple[str | int, str | int]] = (),
     seed: int = 0,
-) -> Results:
-    """Compute all that a report shows; arguments as of :func:`ov_circuits.dashboard`.
+) -> Dashboard:
+    """The offline page of a model, with a prompt's trace if one is given.
+
+    Args:
+        model: in the weight view that scores and directions are to have.
+        trace: a trace of the same checkpoint.
+        answer, against: with a trace, whose logit (difference) to account for; without ``answer`` the likeliest next token
+            against the runner-up.
+        position: whose next token is explained.
+        certificate: from :func:`ov_circuits.verify`; made now when None.
+        scores: scores over the vocabulary to show beside the spectra, by name, or ``"all"``, which takes minutes on a large
+            vocabulary.
+        pairs: how many heads have their strongest token pairs read (the most one-sided, and those that move the answer
+            most), or ``"all"``; about a second a head at 50,000 tokens. None: what fits into some twenty seconds.
+        paths: whether to work out composition and write-space overlap of all pairs of heads.
+        behaviours: whether to probe what heads attend to (:func:`ov_circuits.behaviours`). None: where the model can run and
+            it takes some ten seconds, with fewer seeds on larger models.
+        scan: examples from a text: a scan, or how many tokens of the text that comes with the package to scan; 0 for none.
+            None: 4000 tokens for small models, none for others.
+        ablation: with a trace, how many heads to ablate one at a time (those that move the answer most), or ``"all"``. None:
+            what fits into some ten seconds.
+        prompts: a prompt set (:func:`ov_circuits.prompts.load`), its name or file; of a name or file as many prompts as fit into
+            some ten seconds.
+        generation: a continuation of :func:`ov_circuits.generate`.
+        token_pairs: pairs (source, output), each word one token or an id: every head's entry of its full OV circuit for them
+            (:func:`ov_circuits.token_pair`) is on the map like a score.
+        seed: of every random draw.
+
+    Returns:
+        The page: ``.save(file)`` writes it, ``.html`` is its text, and a notebook shows it as a cell's last line.
 
     Raises:
-        CircuitsError: an answer without a trace, a trace of another checkpoint, a word of several tokens, or an unknown score.
+        CircuitsError: an answer without a trace, a trace, scan or continuation of another checkpoint, a word of several tokens,
+            an unknown score or set; or what was asked for cannot be done with this checkpoint. What is only default and cannot
+            be done is a note on the page.
     """
     if trace is None and answer is not None:
         raise CircuitsError("an answer needs a prompt: pass trace as well")
@@ -131,7 +163,7 @@ def gather(
     notes: list[str] = []
     board = _board(model, _with_spectra(model, scores), behaviours, seed, notes)
     paths = paths and model.n_layers > 1
-    return Results(
+    results = Results(
         model=model,
         certificate=certificate,
         board=board,
@@ -153,6 +185,7 @@ def gather(
         notes=tuple(notes),
         seed=seed,
     )
+    return Dashboard(payload(results), results)
 
 
 def _check_number(wanted: int | str | None, what: str) -> None:
