@@ -90,12 +90,8 @@ def labels(heads):
     return [f"{layer}.{index}" for layer, index in heads]
 
 
-# -- against transformers ---------------------------------------------------------------------------------------------
-
-
-def test_zero_ablation_is_that_of_the_plain_model(running_folder, watched):
-    model, tokens, pair, clean = watched(running_folder)
-    heads = chosen_heads(model)
+def zeroed(heads):
+    """An edit of z that takes heads out."""
 
     def edit(layer, z, pattern, values):
         for where, index in heads:
@@ -103,7 +99,16 @@ def test_zero_ablation_is_that_of_the_plain_model(running_folder, watched):
                 z[:, index] = 0
         return z
 
-    ablated = logits_edited(running_folder, tokens, edit)
+    return edit
+
+
+# -- against transformers ---------------------------------------------------------------------------------------------
+
+
+def test_zero_ablation_is_that_of_the_plain_model(running_folder, watched):
+    model, tokens, pair, clean = watched(running_folder)
+    heads = chosen_heads(model)
+    ablated = logits_edited(running_folder, tokens, zeroed(heads))
     frame = ov.ablate(model, labels(heads), tokens, answer=pair[0], against=pair[1])
     check_row(frame.iloc[0], clean, ablated, tokens, *pair)
     assert frame["clean"].iloc[0] == pytest.approx(float(clean[-1, pair[0]] - clean[-1, pair[1]]), abs=1e-4)
@@ -113,14 +118,7 @@ def test_zero_ablation_is_that_of_the_plain_model(running_folder, watched):
 def test_a_model_without_heads_is_the_plain_one_with_their_z_at_zero_and_closes(running_folder, watched):
     model, tokens, pair, _ = watched(running_folder)
     heads = chosen_heads(model)
-
-    def edit(layer, z, pattern, values):
-        for where, index in heads:
-            if where == layer:
-                z[:, index] = 0
-        return z
-
-    right = logits_edited(running_folder, tokens, edit)
+    right = logits_edited(running_folder, tokens, zeroed(heads))
     cut = model.without(labels(heads))
     trace = cut.trace(tokens)
     scale = float(right.abs().max())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ov_circuits import __version__
-from ov_circuits.cli.arguments import belong_to, is_count, prompt_of
+from ov_circuits.cli.parsing import belong_to, is_count, prompt_of
 from ov_circuits.cli.completion import FETCHED, VIEWS, one_of
 from ov_circuits.cli.opening import name_of, open_model, running
 from ov_circuits.cli.options import (

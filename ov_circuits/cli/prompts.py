@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ov_circuits.cli.arguments import belong_to, is_position, model_and, parts_of, prompt_of, word_of
+from ov_circuits.cli.parsing import belong_to, is_position, model_and, parts_of, prompt_of, word_of
 from ov_circuits.cli.completion import AMONG, METHODS, behaviour_names, first_name, one_of, table_files
 from ov_circuits.cli.opening import open_model, running
 from ov_circuits.cli.options import (

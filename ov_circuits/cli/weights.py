@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ov_circuits.cli.arguments import belong_to, model_and, score_names
+from ov_circuits.cli.parsing import belong_to, model_and, score_names
 from ov_circuits.cli.completion import CIRCUITS, KINDS, SOURCES, model_names, one_of, score_columns, score_list
 from ov_circuits.cli.opening import open_model
 from ov_circuits.cli.options import (
