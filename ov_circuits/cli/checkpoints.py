@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ov_circuits import __version__
-from ov_circuits.cli.parsing import belong_to, is_count, prompt_of
 from ov_circuits.cli.completion import FETCHED, VIEWS, one_of
 from ov_circuits.cli.opening import name_of, open_model, running
 from ov_circuits.cli.options import (
@@ -22,6 +21,7 @@ from ov_circuits.cli.options import (
     examples,
 )
 from ov_circuits.cli.output import target
+from ov_circuits.cli.parsing import belong_to, is_count, prompt_of
 from ov_circuits.errors import CircuitsError
 from ov_circuits.processes import is_first
 from ov_circuits.shown import counted

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ov_circuits.cli.parsing import belong_to, is_count, prompt_of, score_names, word_of
 from ov_circuits.cli.completion import prompt_sets, score_list
 from ov_circuits.cli.opening import open_model
 from ov_circuits.cli.options import (
@@ -23,6 +22,7 @@ from ov_circuits.cli.options import (
     examples,
 )
 from ov_circuits.cli.output import target
+from ov_circuits.cli.parsing import belong_to, is_count, prompt_of, score_names, word_of
 from ov_circuits.errors import CircuitsError
 from ov_circuits.shown import counted
 from ov_circuits.terminal import note

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ov_circuits.cli.parsing import belong_to, is_position, model_and, parts_of, prompt_of, word_of
 from ov_circuits.cli.completion import AMONG, METHODS, behaviour_names, first_name, one_of, table_files
 from ov_circuits.cli.opening import open_model, running
 from ov_circuits.cli.options import (
@@ -34,6 +33,7 @@ from ov_circuits.cli.options import (
     examples,
 )
 from ov_circuits.cli.output import hand_out, table
+from ov_circuits.cli.parsing import belong_to, is_position, model_and, parts_of, prompt_of, word_of
 from ov_circuits.errors import CircuitsError
 from ov_circuits.processes import is_first, launched
 from ov_circuits.shown import counted

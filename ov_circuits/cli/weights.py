@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ov_circuits.cli.parsing import belong_to, model_and, score_names
 from ov_circuits.cli.completion import CIRCUITS, KINDS, SOURCES, model_names, one_of, score_columns, score_list
 from ov_circuits.cli.opening import open_model
 from ov_circuits.cli.options import (
@@ -24,6 +23,7 @@ from ov_circuits.cli.options import (
     examples,
 )
 from ov_circuits.cli.output import hand_out, table
+from ov_circuits.cli.parsing import belong_to, model_and, score_names
 from ov_circuits.errors import CircuitsError
 from ov_circuits.processes import launched
 from ov_circuits.shown import counted
