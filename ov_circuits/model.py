@@ -149,7 +149,7 @@ class Model:
             CircuitsError: no head of that name, or a tensor-parallel model.
         """
         several = [heads] if isinstance(heads, (Head, str)) else list(heads)
-        found = {self.head(head.label if isinstance(head, Head) else head) for head in several}
+        found = {self.head(head) for head in several}
         return Model(self._source.without({(head.layer, head.index) for head in found}), self.view) if found else self
 
     def in_view(self, view: str) -> Model:
@@ -300,8 +300,8 @@ class Model:
     def network(self) -> PreTrainedModel:
         """The transformers model that prompts run through, for hooks and edits of your own.
 
-        It is the one that you gave, or one built on first use from the tensors that are read here: float32, on the CPU, weights
-        as stored whatever the view. All views share it, and what is done to it holds for every trace that follows.
+        It is the one that you gave, or one built on first use from the tensors that are read here: float32, on the model's
+        device, weights as stored whatever the view. All views share it, and what is done to it holds for every trace that follows.
 
         Raises:
             CircuitsError: the checkpoint cannot run.

@@ -167,6 +167,23 @@ def test_the_map_of_heads(story):
         F.space_map(frame, "sideways")
 
 
+@pytest.mark.parametrize("name", [
+    "composition_graph", "singular_directions", "attribution_map", "waterfall", "effects", "continuation", "means",
+])  # fmt: skip
+def test_a_frame_of_another_origin_is_refused_in_a_sentence(name):
+    frame = pd.DataFrame({"a": [1.0, 2.0]})
+    with pytest.raises(CircuitsError, match=f"figures.{name} draws another frame: this one has no"):
+        getattr(ov.figures, name)(frame)
+
+
+def test_distances_and_maps_of_another_frame_too():
+    frame = pd.DataFrame({"a": [1.0, 2.0]})
+    for draw in (lambda: ov.figures.distances(frame, "0.0"), lambda: ov.figures.space_map(frame, "write"),
+                 lambda: ov.figures.spectrum(frame), lambda: ov.figures.head_map(frame, "a")):  # fmt: skip
+        with pytest.raises(CircuitsError):
+            draw()
+
+
 def test_a_column_that_is_not_there_is_named(story):
     with pytest.raises(CircuitsError, match="no column 'copyng'"):
         F.head_map(story[2], "copyng")

@@ -10,9 +10,9 @@ paper; signed values are on a blue-orange map centred on zero, which every colou
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pandas as pd
 import torch
@@ -26,12 +26,37 @@ from ov_circuits.report.text import visible
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _INK, _SOFT, _RULE, _ACCENT, _BAR = "#1e1d1b", "#5f5b54", "#e2ded5", "#0b6764", "#c9c4b9"
 _UP, _DOWN = "#c26c1c", "#2f6db3"
 DIVERGING = [[0.0, "#123a78"], [0.25, "#6c9bd3"], [0.5, "#f4f2ed"], [0.75, "#eda25c"], [1.0, "#9a4300"]]
 SEQUENTIAL = [[0.0, "#f4f2ed"], [0.33, "#9dcdc7"], [0.67, "#23807c"], [1.0, "#073b3d"]]
 # Okabe & Ito's colours, dashes, and places side by side: the kinds are told apart without colour as well.
 _KINDS = {"Q": ("#0072b2", "dash", -0.06), "K": ("#c24e00", "solid", 0.0), "V": ("#00795a", "dot", 0.06)}
+
+
+def _drawn(draw: F) -> F:
+    """A figure of a frame: arguments are of the annotated kinds, and what a frame of another origin lacks is named.
+
+    Raises:
+        CircuitsError: from the function that is given back: an argument of another kind, or a frame without what is drawn.
+    """
+
+    @wraps(draw)
+    def figure(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return draw(*args, **kwargs)
+        except KeyError as error:
+            given = next(iter(args or kwargs.values()), None)
+            if not isinstance(given, pd.DataFrame) or error.args[0] in (*given.columns, *given.attrs):
+                raise
+            raise CircuitsError(
+                f"figures.{draw.__name__} draws another frame: this one has no {error.args[0]!r}; "
+                f"see help(ov.figures.{draw.__name__}) for whose frame it takes"
+            ) from error
+
+    return checked(figure)  # type: ignore[return-value]
 
 
 @cache
@@ -68,7 +93,7 @@ def template() -> go.layout.Template:
 # -- all heads --------------------------------------------------------------------------------------------------------
 
 
-@checked
+@_drawn
 def head_map(board: pd.DataFrame, score: str) -> go.Figure:
     """One score as a map, layers down and heads across.
 
@@ -87,7 +112,7 @@ def head_map(board: pd.DataFrame, score: str) -> go.Figure:
     return figure
 
 
-@checked
+@_drawn
 def score_scatter(board: pd.DataFrame, x: str, y: str, colour: str = "layer") -> go.Figure:
     """Two columns of the scoreboard against each other, one point a head."""
     import plotly.graph_objects as go
@@ -107,7 +132,7 @@ def score_scatter(board: pd.DataFrame, x: str, y: str, colour: str = "layer") ->
     return _finish(figure, f"{_label(y)} against {_label(x)}", x=_label(x), y=_label(y))
 
 
-@checked
+@_drawn
 def space_map(frame: pd.DataFrame, space: str = "write") -> go.Figure:
     """All heads by what they ``write`` or ``read``: the frame of :func:`ov_circuits.space_map`, coloured by layer."""
     import plotly.graph_objects as go
@@ -131,7 +156,7 @@ def space_map(frame: pd.DataFrame, space: str = "write") -> go.Figure:
     return _finish(figure, f"Heads by their {space} spaces", x=names[0], y=names[1])
 
 
-@checked
+@_drawn
 def composition_graph(frame: pd.DataFrame, n: int = 60) -> go.Figure:
     """The ``n`` strongest paths as a layered graph: a frame of :func:`ov_circuits.composition`, by falling ``z_paired``."""
     import plotly.graph_objects as go
@@ -184,7 +209,7 @@ def composition_graph(frame: pd.DataFrame, n: int = 60) -> go.Figure:
 # -- one head ---------------------------------------------------------------------------------------------------------
 
 
-@checked
+@_drawn
 def spectrum(values: pd.DataFrame | Float[Tensor, " k"]) -> go.Figure:
     """Singular values as bars, and their band by chance where there is one.
 
@@ -210,7 +235,7 @@ def spectrum(values: pd.DataFrame | Float[Tensor, " k"]) -> go.Figure:
     return _finish(figure, title + note, x="index", y="singular value").update_layout(bargap=0.25)
 
 
-@checked
+@_drawn
 def eigenvalues(values: Tensor, name: str = "OV") -> go.Figure:
     """Eigenvalues in the complex plane, both axes to one scale; positive real parts orange, negative ones blue."""
     import plotly.graph_objects as go
@@ -236,7 +261,7 @@ def eigenvalues(values: Tensor, name: str = "OV") -> go.Figure:
     )
 
 
-@checked
+@_drawn
 def singular_directions(frame: pd.DataFrame) -> go.Figure:
     """One singular direction, both ends: the tokens that excite it at the left, what is then written at the right.
 
@@ -273,7 +298,7 @@ def singular_directions(frame: pd.DataFrame) -> go.Figure:
 # -- a prompt ---------------------------------------------------------------------------------------------------------
 
 
-@checked
+@_drawn
 def attention_pattern(
     pattern: Float[Tensor, "destination source"], tokens: Sequence[str], name: str = "attention"
 ) -> go.Figure:
@@ -296,7 +321,7 @@ def attention_pattern(
     return figure
 
 
-@checked
+@_drawn
 def attribution_map(account: pd.DataFrame) -> go.Figure:
     """What each head moves to the answer, value bias and value path together: a frame of ``trace.ledger(..)``."""
     heads = account[account["component"] == "head"]
@@ -307,7 +332,7 @@ def attribution_map(account: pd.DataFrame) -> go.Figure:
     return figure.update_layout(title={"text": f"Heads' part in the {_quantity(account)}"})
 
 
-@checked
+@_drawn
 def waterfall(account: pd.DataFrame, by: str = "kind") -> go.Figure:
     """The closed account as steps that end at the model's own number.
 
@@ -349,7 +374,7 @@ def waterfall(account: pd.DataFrame, by: str = "kind") -> go.Figure:
     return figure.update_layout(yaxis={"autorange": "reversed"}, height=170 + 22 * (len(steps) + 1))
 
 
-@checked
+@_drawn
 def effects(sweep: pd.DataFrame, named: int = 6) -> go.Figure:
     """Ablation beside attribution: what heads add themselves across, what the answer loses without them up.
 
@@ -381,7 +406,7 @@ def effects(sweep: pd.DataFrame, named: int = 6) -> go.Figure:
     return _finish(figure, title, x="direct effect: its own part in the account", y="total effect: lost without it")
 
 
-@checked
+@_drawn
 def continuation(heads: pd.DataFrame, n: int = 20) -> go.Figure:
     """Which heads chose each token over its runner-up: the ``n`` heads of the largest parts down, steps across.
 
@@ -410,7 +435,7 @@ def continuation(heads: pd.DataFrame, n: int = 20) -> go.Figure:
 # -- many prompts, a text ---------------------------------------------------------------------------------------------
 
 
-@checked
+@_drawn
 def means(attribution: pd.DataFrame, n: int = 24) -> go.Figure:
     """The ``n`` components of the largest means over a prompt set, heads and others, with their intervals.
 
@@ -446,7 +471,7 @@ def means(attribution: pd.DataFrame, n: int = 24) -> go.Figure:
     )
 
 
-@checked
+@_drawn
 def distances(distributions: pd.DataFrame, head: str) -> go.Figure:
     """How far back a head attends in a text: its share of attention by distance.
 
