@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ov_circuits.errors import CircuitsError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 # A rank that has finished waits for the slowest one. Of one that has died the connection breaks at once.
 _PATIENCE = timedelta(days=7)
+_LETTING_GO = 0.2  # seconds; a thread that is ready to run waits for a few hundredths of them on a busy machine
 
 Result = TypeVar("Result")
 
@@ -171,12 +174,20 @@ def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
         # gloo for what is on CPUs; transformers distributes a model over GPUs where there are some.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
         atexit.register(_leave)  # not sooner: a group that is made anew finds the addresses of the one before
+    _let_go_at_exit()
     return Ranks(group)
 
 
 def together(work: Callable[[], Result]) -> Result:
     """``work()``, and under torchrun on every process: if one of them cannot do it, all say so."""
     return ranks_of(None).all_do(work) if launched() else work()
+
+
+@cache
+def _let_go_at_exit() -> None:
+    # gloo's threads take Python's lock to let go of the tensors of the last exchange. One that has not come to it when
+    # Python shuts down ends the process with an abort, and a mesh keeps these threads even when its group is destroyed.
+    atexit.register(time.sleep, _LETTING_GO)
 
 
 def _leave() -> None:

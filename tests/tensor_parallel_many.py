@@ -77,7 +77,6 @@ def main(folders: list[str], out: Path, tokens: list[int]) -> None:
                 found[name] = str(error)
     if dist.get_rank() == 0:
         torch.save(found, out)
-    dist.barrier()  # a rank that leaves while another still reads from it may abort on its way out
 
 
 if __name__ == "__main__":

@@ -28,5 +28,4 @@ if dist.get_rank() == 0:
                 "behaviours": behaviours}, out)  # fmt: skip
     checks = certificate.frame().to_dict("records")
     print(json.dumps({"checks": checks, "held": every, "residual": account.attrs["residual"]}))
-dist.barrier()  # a rank that leaves while another still reads from it may abort on its way out
 dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,31 @@ def test_a_rank_that_dies_ends_all(tiny_folders: Callable[[str], Path], tmp_path
     assert "SIGKILL" in done.stderr or "Signal 9" in done.stderr, done.stderr
     assert not target.exists()
     assert time.monotonic() - start < 100, "the others waited"
+
+
+LATE = """
+import os, sys
+import torch.distributed as dist
+import ov_circuits as ov
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])
+mesh = dist.init_device_mesh("cpu", (2,))  # keeps gloo's threads when its group is destroyed
+ov.distributed.scoreboard(ov.load(sys.argv[1]), ["ov_spectral_norm"], group=mesh)
+for thread in os.listdir("/proc/self/task"):
+    with open(f"/proc/self/task/{thread}/comm") as name:
+        if name.read().startswith("pt_gloo"):
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))  # run when nothing else wants to
+dist.all_gather_object([None, None], "the last exchange")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="threads can be held back on Linux only")
+def test_a_rank_leaves_after_its_threads_have_let_go(tiny_folders: Callable[[str], Path], tmp_path: Path) -> None:
+    # A thread of gloo that comes to Python's lock when Python shuts down aborts the process.
+    (script := tmp_path / "late.py").write_text(LATE)
+    done = torchrun(2, str(script), str(tiny_folders("llama-grouped")))
+    assert done.returncode == 0, done.stderr
 
 
 def test_pieces_are_shared_fairly() -> None:
