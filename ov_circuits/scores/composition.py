@@ -55,7 +55,7 @@ FALSE_DISCOVERY_RATE = 0.05
 
 # How many senders, at least, meet later heads in one product: more would compute more pairs in the wrong order, fewer would
 # be slower a pair.
-_SENDERS = 32
+_SENDERS = 48
 # Of the heads' factors, how much is held at a time: 8 GB is what all of an 8B model's take.
 FACTOR_BYTES = 3 * 2**30
 
