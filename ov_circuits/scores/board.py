@@ -34,6 +34,9 @@ from ov_circuits.scores.vocabulary import NULL_NOTE, VocabularyColumns, Vocabula
 from ov_circuits.shown import notebook_html
 from ov_circuits.words import token_list
 
+# Of a smaller piece the allocator may keep what it has, for the next one: taking fresh memory takes longer than its work.
+_KEPT_BYTES = 64 * 2**20
+
 
 class LayerCircuits:
     """One layer's circuits (or some heads' of it), each built once for all scores that ask for it.
@@ -307,8 +310,11 @@ class Board:
         _ = self._draws
         if self.model.device.type != "cpu":  # one piece fills it
             return 1
-        a = self.model.architecture
-        return most_side_by_side(a, piece_bytes(a, self.tokens > 0, self._vocabulary is not None))
+        return most_side_by_side(self.model.architecture, self._piece_bytes)
+
+    @cached_property
+    def _piece_bytes(self) -> int:
+        return piece_bytes(self.model.architecture, self.tokens > 0, self._vocabulary is not None)
 
     def computed(self, resume: str | os.PathLike[str] | None = None, *, keep: bool = False) -> Scoreboard:
         """All pieces in this process, as a frame; arguments and errors as of :func:`ov_circuits.scoreboard`."""
@@ -357,7 +363,8 @@ class Board:
         if self._vocabulary is not None:
             frame = pd.concat([frame, self._vocabulary.of(piece.layer, piece.heads)], axis=1)
         del found
-        give_back()
+        if self._piece_bytes > _KEPT_BYTES:
+            give_back()
         return frame
 
     def frame(self, parts: Iterable[pd.DataFrame]) -> Scoreboard:

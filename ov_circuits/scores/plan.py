@@ -46,9 +46,10 @@ class _Decomposition:
         return self.cubes * r**3 + self.squares * r**2
 
 
-# Measured with one thread at r = 64 and 128: eigenvalues, also of draws, in float32; singular values; a full SVD.
+# Measured with one thread at r = 64 and 128: eigenvalues, also of draws, in float32; singular values, and of draws by the
+# eigenvalues of a Gram matrix; a full SVD.
 EIGVALS, EIGVALS32 = _Decomposition(68, 2900), _Decomposition(36, 2900)
-SVDVALS, SVD = _Decomposition(8, 1400), _Decomposition(13, 4600)
+SVDVALS, EIGVALSH, SVD = _Decomposition(8, 1400), _Decomposition(3, 1040), _Decomposition(13, 4600)
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class Plan:
         shared = 1 + 1 / g  # the reading side of OV is worked out once a group
         core, small, square = 2 * r**3, 2 * d * r * r, 2 * d * d * r
         samples = max(2, 128 // min(r, d))
+        drawn_values = Work(DRAWS * core, DRAWS * (EIGVALSH(r) - (1 - _ROW_GRAM) * core))
         return {
             "weights": Work(
                 0, (_COPIES * _DOUBLE + 2 * shared * _FOLD) * d * r + _CHUNK / len(next(chunks(a, range(a.n_heads))))
@@ -165,10 +167,10 @@ class Plan:
             "qk roots": Work(2 * small + core, 2 * (CHOLESKY * r**3 - (1 - _ROW_GRAM) * small)),
             "qk values": Work(0, SVDVALS(r)),
             "factors": Work(DRAWS * 2 * 2 * core),
-            "ov factor values": Work(0, DRAWS * SVDVALS(r)),
-            "qk factor values": Work(0, DRAWS * SVDVALS(r)),
+            "ov factor values": drawn_values,
+            "qk factor values": drawn_values,
             "rotations": Work(DRAWS * core),
-            "rotation values": Work(0, DRAWS * SVDVALS(r)),
+            "rotation values": drawn_values,
             "rotation eigenvalues": Work(0, DRAWS * EIGVALS32(r)),
             "corner eigenvalues": Work(0, samples * EIGVALS(r)),
             "token ends": Work(2 * n * d, 2 * _READ * n * d / a.n_heads + _LARGEST * n),
