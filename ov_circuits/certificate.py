@@ -159,7 +159,7 @@ def _need_float32(model: Model) -> None:
 def _probe(model: Model) -> list[int]:
     a = model.architecture
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(a.n_vocab, (min(_PROBE_LENGTH, a.n_ctx),), generator=generator).tolist()
+    tokens = torch.randint(a.n_vocab, (min(_PROBE_LENGTH, a.n_ctx),), generator=generator, device="cpu").tolist()
     config = model.source.checkpoint.config
     bos = bos_in_vocabulary(config.get("bos_token_id"), config)
     return tokens if bos is None else [bos, *tokens[1:]]
@@ -208,7 +208,7 @@ def _check_one_token(trace: Trace) -> Check:
 
 def _check_pattern(trace: Trace) -> Check:
     a, checkpoint = trace.model.architecture, trace.model.source.checkpoint
-    positions = torch.arange(len(trace))
+    positions = torch.arange(len(trace), device="cpu")
     distance = (positions.unsqueeze(1) - positions.unsqueeze(0)).to(trace.model.device)
     slopes = alibi_slopes(a).to(distance.device)[:, None, None] if a.positions == "alibi" else None
 

@@ -241,7 +241,7 @@ def _others(model: Model, claim: Claim, head: Head, number: int, among: str, gen
     pool = [other for other in pool if other.label != head.label]
     if not pool:
         raise CircuitsError(f"head {head.label} is the only one of its layer: compare it with heads of the model")
-    drawn = torch.randperm(len(pool), generator=generator)[:number].sort().values
+    drawn = torch.randperm(len(pool), generator=generator, device="cpu")[:number].sort().values
     return [pool[i] for i in drawn.tolist()]
 
 
@@ -281,13 +281,15 @@ _HALF = 12
 
 def _repeated(model: Model, prompts: int, generator: torch.Generator) -> list[Trace]:
     """BOS, or a random token where there is none, and distinct random tokens twice over; special tokens are never drawn."""
-    pool, n_ctx = torch.tensor(ordinary_tokens(model)), model.architecture.n_ctx
+    pool, n_ctx = torch.tensor(ordinary_tokens(model), device="cpu"), model.architecture.n_ctx
     half = min(_HALF, (n_ctx - 1) // 2, len(pool) - 1)  # a first token that is not in the segment
     if half < 2:
         raise _NotTestable(
             f"{model.name} reads {n_ctx} tokens and has {len(pool)} ordinary ones, too few to repeat any"
         )
-    drawn = [pool[torch.randperm(len(pool), generator=generator)[: half + 1]].tolist() for _ in range(prompts)]
+    drawn = [
+        pool[torch.randperm(len(pool), generator=generator, device="cpu")[: half + 1]].tolist() for _ in range(prompts)
+    ]
     return model.trace([[*(_bos(model) or first[:1]), *first[1:], *first[1:]] for first in drawn])
 
 
@@ -296,7 +298,7 @@ def _measure_copying(
 ) -> tuple[_Measured, _Words, str]:
     traces = _repeated(model, prompts, generator)
     names = ("attention", "write", "direct", "ablation")
-    found = {name: torch.zeros(len(heads), len(traces), dtype=torch.float64) for name in names}
+    found = {name: torch.zeros(len(heads), len(traces), dtype=torch.float64, device="cpu") for name in names}
     U = model.source.unembedding
     mean = U.mean(1)
     for column, trace in enumerate(traces):
@@ -366,7 +368,9 @@ def _measure_relation(
     asked: list[list[int]] = []
     targets: list[int] = []
     for _ in range(prompts):
-        drawn = [pairs[i] for i in torch.randperm(len(pairs), generator=generator)[: _EXAMPLES + 1].tolist()]
+        drawn = [
+            pairs[i] for i in torch.randperm(len(pairs), generator=generator, device="cpu")[: _EXAMPLES + 1].tolist()
+        ]
         examples = [token for source, target in drawn[:-1] for token in (*end, source, *is_to, target)]
         asked.append([*_bos(model), *examples[len(end) :], *end, drawn[-1][0], *is_to])
         targets.append(drawn[-1][1])
@@ -375,12 +379,12 @@ def _measure_relation(
     traces, source = model.trace(asked), -1 - len(is_to)
     foils = sorted({target for _, target in pairs})
     names = ("attention", "write", "direct", "ablation")
-    found = {name: torch.zeros(len(heads), prompts, dtype=torch.float64) for name in names}
+    found = {name: torch.zeros(len(heads), prompts, dtype=torch.float64, device="cpu") for name in names}
     weightings: list[tuple[list[int], Tensor]] = []
     right = 0
     for column, (trace, target) in enumerate(zip(traces, targets, strict=True)):
         weighting = {foil: -1.0 / (len(foils) - 1) for foil in foils if foil != target} | {target: 1.0}
-        weightings.append((list(weighting), torch.tensor(list(weighting.values()), dtype=torch.float64)))
+        weightings.append((list(weighting), torch.tensor(list(weighting.values()), dtype=torch.float64, device="cpu")))
         right += int(trace.logits[-1, foils].argmax()) == foils.index(target)
         reading, s = logit_reading(trace, weighting), trace.position(source)
         for row, head in enumerate(heads):
@@ -437,7 +441,7 @@ def _measure_composition(
         raise _NotTestable(f"{model.name} {does}: a change of a score is no sum of what was written")
     traces, receiver = _repeated(model, prompts, generator), model.head(claim.receiver)
     names = ("score", "path", "pattern", "ablation")
-    found = {name: torch.zeros(len(heads), len(traces), dtype=torch.float64) for name in names}
+    found = {name: torch.zeros(len(heads), len(traces), dtype=torch.float64, device="cpu") for name in names}
     favourites = [_second_half(trace, receiver).argmax(-1, keepdim=True) for trace in traces]
     for column, (trace, favourite) in enumerate(zip(traces, favourites, strict=True)):
         given = _score_entries(trace, claim.side, receiver, heads)  # [head, destination, source]
@@ -470,7 +474,7 @@ def _score_entries(
 ) -> Float[Tensor, "head destination source"]:
     """Each head's part in every score of the receiver's second half, through one side; zero for sources that are not seen."""
     start = len(trace) - _destinations(trace)
-    entries = torch.zeros(len(heads), len(trace) - start, len(trace), dtype=torch.float64)
+    entries = torch.zeros(len(heads), len(trace) - start, len(trace), dtype=torch.float64, device="cpu")
     writes = [trace.write(head).double() for head in heads]
     for t in range(start, len(trace)):
         for s in range(t + 1):
@@ -518,8 +522,8 @@ def _effects(measured: _Measured, words: _Words, sign: int, generator: torch.Gen
 
 def _interval(values: Float[Tensor, " prompt"], generator: torch.Generator) -> tuple[float, float]:
     """95 % percentile bootstrap of the mean over prompts."""
-    drawn = torch.randint(len(values), (_DRAWS, len(values)), generator=generator)
-    low, high = values[drawn].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    drawn = torch.randint(len(values), (_DRAWS, len(values)), generator=generator, device="cpu")
+    low, high = values[drawn].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=values.dtype, device="cpu")).tolist()
     return low, high
 
 

@@ -402,9 +402,9 @@ def _recipe(line: Line, model: Model, start: int | None) -> Prompt:
             f"{line.where}: {period} distinct tokens are asked for, and {model.name} has {len(pool)}",
         )
     rng = torch.Generator().manual_seed(seed)
-    segment = [pool[index] for index in torch.randperm(len(pool), generator=rng)[:period].tolist()]
+    segment = [pool[index] for index in torch.randperm(len(pool), generator=rng, device="cpu")[:period].tolist()]
     others = [token for token in segment if token not in (segment[shown], segment[shown - 1])] or [segment[shown - 1]]
-    foil = others[int(torch.randint(len(others), (1,), generator=rng))]
+    foil = others[int(torch.randint(len(others), (1,), generator=rng, device="cpu"))]
     shift = int(start is not None)
     tokens = (*([start] if start is not None else []), *segment, *segment[:shown])
     _check_length(tokens, model, line)

@@ -78,7 +78,7 @@ class Source:
         a, intact, output = self.architecture, self.intact, self.family.projections["O"]
         removed, masks = self.removed | set(heads), {}
         for layer in {layer for layer, _ in removed}:
-            silent = torch.zeros(a.n_heads, a.d_head, dtype=torch.bool)
+            silent = torch.zeros(a.n_heads, a.d_head, dtype=torch.bool, device="cpu")
             silent[[index for where, index in removed if where == layer]] = True
             masks[f"{output.name.format(layer=layer)}.weight"] = (0 if output.stored_in_out else 1, silent.flatten())
         whole = intact.checkpoint
@@ -210,7 +210,10 @@ class Source:
             if update is None:
                 shape = self.store.shape(f"{module}.weight")
                 n_out, n_in = shape[::-1] if projection.stored_in_out else shape
-                update = Update(torch.zeros(0, n_in), torch.zeros(n_out, 0))
+                update = Update(
+                    torch.zeros(0, n_in, dtype=torch.float32, device="cpu"),
+                    torch.zeros(n_out, 0, dtype=torch.float32, device="cpu"),
+                )
             # The side that heads share stays; the other one is laid out as the weight itself, by the table.
             A, B = update.A.to(self.device), update.B.to(self.device)
             shared, own = (B.T, A) if role == "O" else (A.T, B)

@@ -72,7 +72,7 @@ def joined(parts: Sequence[Recipe], axis: int | None) -> Recipe:
 
 def zeros(shape: tuple[int, ...], origin: str) -> Recipe:
     """A bias that a file leaves out because it is zero, where Hugging Face's names have one."""
-    return Recipe(shape, "float32", origin, lambda: torch.zeros(shape))
+    return Recipe(shape, "float32", origin, lambda: torch.zeros(shape, dtype=torch.float32, device="cpu"))
 
 
 _PLAIN = (bool, int, float, str, list, tuple, dict)

@@ -73,7 +73,12 @@ class Norm:
             CircuitsError: its gain is not there.
         """
         if name is None:
-            return cls(None, torch.ones(architecture.d_model, device=store.device), None, architecture.norm_eps)
+            return cls(
+                None,
+                torch.ones(architecture.d_model, device=store.device, dtype=torch.float32),
+                None,
+                architecture.norm_eps,
+            )
         gain, bias = read_gain(store, name, architecture, architecture.d_model)
         return cls(architecture.norm, gain, bias, architecture.norm_eps)
 
@@ -163,7 +168,7 @@ def read_gain(store: TensorStore, name: str, architecture: Architecture, width: 
         CircuitsError: the gain is not there.
     """
     if architecture.norm_gain == "none":
-        return torch.ones(width, device=store.device), None
+        return torch.ones(width, device=store.device, dtype=torch.float32), None
     bias = f"{name}.bias"
     gain = need(store, f"{name}.weight")
     return gain + 1 if architecture.norm_gain == "offset" else gain, store.read(bias) if bias in store else None

@@ -45,7 +45,7 @@ def turn(rotary: Rotary, config: Mapping[str, Any], where: str, length: int | No
         CircuitsError: transformers does not know how to rescale them.
     """
     if rotary.kind == "default":
-        pairs = torch.arange(0, rotary.dim, 2, dtype=torch.float64) / rotary.dim
+        pairs = torch.arange(0, rotary.dim, 2, dtype=torch.float64, device="cpu") / rotary.dim
         return Turn(rotary.theta**-pairs, 1.0, rotary.interleaved)
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -74,4 +74,4 @@ def alibi_slopes(architecture: Architecture) -> Float[Tensor, " head"]:
 
     # Where the number of heads is no power of two, every second slope of twice as many fills up.
     slopes = powers(whole) + powers(2 * whole)[::2][: n - whole]
-    return torch.tensor(slopes, dtype=torch.float64)
+    return torch.tensor(slopes, dtype=torch.float64, device="cpu")

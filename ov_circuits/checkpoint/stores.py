@@ -148,7 +148,8 @@ class SafetensorsStore(TensorStore):
         try:
             # Mapped anew for each tensor: what a mapping has read counts as this process's memory for as long as it lives.
             handle = safe_open(str(file), framework="pt")
-            return handle.get_slice(name)[part] if part else handle.get_tensor(name)
+            with torch.device("cpu"):  # a slice would go to torch's default device, which is the user's
+                return handle.get_slice(name)[part] if part else handle.get_tensor(name)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise CircuitsError(f"tensor {name} in {file} cannot be read ({error}): copy the file again") from error
 

@@ -182,7 +182,7 @@ class LowRank(Spectrum):
 
     def rows(self, index: Tensor | list[int]) -> Tensor:
         """The chosen rows of M, [..., k, m]."""
-        return self.left[..., torch.as_tensor(index), :] @ self.right
+        return self.left[..., torch.as_tensor(index, device="cpu"), :] @ self.right
 
     def dense(self) -> Tensor:
         """The product itself, [..., n, m]."""
@@ -339,7 +339,7 @@ class Sandwich(LowRank):
 
     def rows(self, index: Tensor | list[int]) -> Tensor:
         """The chosen rows of the full circuit, [..., k, m]: the only part of E A that is computed."""
-        rows = self._outer_left[torch.as_tensor(index)] @ self._inner.left
+        rows = self._outer_left[torch.as_tensor(index, device="cpu")] @ self._inner.left
         return (rows @ self._inner.right) @ self._outer_right
 
     @property

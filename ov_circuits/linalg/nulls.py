@@ -122,7 +122,7 @@ def isotropic_null(d: int, r: int) -> Null:
     The mean is 1/d whatever r, so that the norm ratio is about 1/sqrt(d) (0.0361 at 768). Singular values of such products
     hardly vary, so the spread is that of random rotations at their expected concentration.
     """
-    concentration = torch.tensor(gaussian_concentration(d, r), dtype=torch.float64)
+    concentration = torch.tensor(gaussian_concentration(d, r), dtype=torch.float64, device="cpu")
     return rotation_null(concentration, concentration, d)
 
 
@@ -144,7 +144,7 @@ def empirical_null(values: Tensor) -> Null:
     """
     finite = values[values.isfinite()].double()
     if finite.numel() == 0:
-        nothing = torch.tensor(math.nan, dtype=torch.float64)
+        nothing = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
         return Null(nothing, nothing)
     centre = finite.quantile(0.5) if finite.numel() < 1 << 24 else finite.median()
     return Null(centre, 1.4826 * (finite - centre).abs().median())
@@ -163,7 +163,7 @@ def benjamini_hochberg(p: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tenso
     """
     known = p.isfinite()
     tested = p[known]
-    ranks = torch.arange(1, tested.numel() + 1, dtype=torch.float64)
+    ranks = torch.arange(1, tested.numel() + 1, dtype=torch.float64, device="cpu")
     ordered = tested.double().sort().values
     below = (ordered <= rate * ranks / max(tested.numel(), 1)).nonzero().flatten()
     flags = torch.zeros_like(p, dtype=torch.bool)

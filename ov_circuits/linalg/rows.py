@@ -80,7 +80,7 @@ class Rows:
             return self._read(slice(start, max(start, stop)))
         if isinstance(index, int):
             return self._row(index)[0]
-        return torch.cat([self[0:0], *(self._row(i) for i in torch.as_tensor(index).tolist())])
+        return torch.cat([self[0:0], *(self._row(i) for i in torch.as_tensor(index, device="cpu").tolist())])
 
     def _row(self, index: int) -> Tensor:
         if not -len(self) <= index < len(self):

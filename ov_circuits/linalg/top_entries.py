@@ -126,8 +126,8 @@ class _End:
 
 def _zeros(k: int, m: int) -> TopEntries:
     """The ends of a zero matrix of m columns: all entries tie."""
-    first = torch.arange(k)
-    entries = Entries(first // m, first % m, torch.zeros(k, dtype=torch.float64))
+    first = torch.arange(k, device="cpu")
+    entries = Entries(first // m, first % m, torch.zeros(k, dtype=torch.float64, device="cpu"))
     return TopEntries(entries, entries, 0.0)
 
 

@@ -410,7 +410,7 @@ class Board:
                 columns[f"{score.key}_null_mean"] = null.mean.where(finite, torch.nan).numpy(force=True)
                 columns[f"{score.key}_z"] = null.z(value).numpy(force=True)
         leading = circuits.ov.singular_pairs(1) if self.tokens else None
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         return _Spectra(pd.DataFrame(columns), *((leading.U, leading.V) if leading else (nothing, nothing)))
 
 

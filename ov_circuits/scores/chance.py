@@ -129,7 +129,7 @@ class Draws:
 
     def _haar(self, n: int, k: int) -> Tensor:
         """The first k columns of a Haar rotation of R^n, float64: the same ones on every device."""
-        Q, R = torch.linalg.qr(torch.randn(n, k, generator=self._generator, dtype=torch.float64))
+        Q, R = torch.linalg.qr(torch.randn(n, k, generator=self._generator, dtype=torch.float64, device="cpu"))
         return (Q * R.diagonal().sign()).to(self._device)
 
 

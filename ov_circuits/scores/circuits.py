@@ -130,7 +130,7 @@ class Readings:
     def __init__(self, X: Float[Tensor, "n d_model"] | Rows) -> None:
         self._X = X
         self._key: tuple[tuple[int, int], ...] | None = None
-        self._values = torch.empty(len(X), 0)
+        self._values = torch.empty(len(X), 0, dtype=torch.float32, device="cpu")
 
     def of(self, circuit: Circuit) -> Float[Tensor, "n r"]:
         """X W_V [n, r]."""

@@ -166,7 +166,7 @@ def compositions(model: Model, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Comp
     """Composition of the given kinds as [sender, receiver] matrices; senders' products are shared by the kinds."""
     a = model.architecture
     pairs = _pairs(model, _LayerSides.writer, [partial(_LayerSides.reader, kind=kind) for kind in kinds], True)
-    layers = torch.arange(a.n_layers).repeat_interleave(a.n_heads)
+    layers = torch.arange(a.n_layers, device="cpu").repeat_interleave(a.n_heads)
     later = layers[:, None] < layers[None]
     return {
         kind: Composition(
@@ -291,7 +291,7 @@ def subspace_overlap(model: Model, write: str = "O", read: str = "Q") -> pd.Data
     spaces = [partial(_LayerSides.space, role=role) for role in (write, read)]
     pairs = _pairs(model, spaces[0], spaces[1:], later_layers=read != "O")
     (overlap,) = pairs.energy
-    heads = torch.arange(overlap.shape[0])
+    heads = torch.arange(overlap.shape[0], device="cpu")
     order = heads if read == "O" else heads // a.n_heads  # each pair of writers once; readers in later layers
     rows, columns = (order[:, None] < order[None]).nonzero(as_tuple=True)
     p, q = (
@@ -440,7 +440,10 @@ def _sides(
 
 def _empty_sides(device: torch.device, *shape: int) -> _Sides:
     """Room for sides whose factors are float32: rounding entries once costs a norm 1e-7."""
-    return _Sides(torch.empty(*shape, device=device), torch.empty(*shape[:-2], 2, dtype=torch.float64, device=device))
+    return _Sides(
+        torch.empty(*shape, device=device, dtype=torch.float32),
+        torch.empty(*shape[:-2], 2, dtype=torch.float64, device=device),
+    )
 
 
 def broken_tensors(model: Model, layer: Layer) -> list[str]:
@@ -488,9 +491,9 @@ def _pairs(
     receivers after the other, which are made anew for each.
     """
     a, kinds = model.architecture, len(reads)
-    energy = torch.zeros(a.n_layers, a.n_heads, a.n_layers, kinds, a.n_heads, dtype=torch.float64)
-    sent = torch.empty(a.n_layers, a.n_heads, 2, dtype=torch.float64)
-    read = torch.empty(a.n_layers, kinds, a.n_heads, 2, dtype=torch.float64)
+    energy = torch.zeros(a.n_layers, a.n_heads, a.n_layers, kinds, a.n_heads, dtype=torch.float64, device="cpu")
+    sent = torch.empty(a.n_layers, a.n_heads, 2, dtype=torch.float64, device="cpu")
+    read = torch.empty(a.n_layers, kinds, a.n_heads, 2, dtype=torch.float64, device="cpu")
     notes: dict[int, list[str]] = {}
 
     def meet(left: _Sides, senders: range, right: _Sides, receivers: range) -> None:

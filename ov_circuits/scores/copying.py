@@ -139,10 +139,11 @@ def _sample(n: int, ranks: bool | int, seed: int) -> Tensor | None:
     if ranks is False:
         return None
     if ranks is True or ranks >= n:
-        return torch.arange(n)
+        return torch.arange(n, device="cpu")
     if ranks < 2:
         raise CircuitsError(f"ranks = {ranks}: a sample takes at least 2 tokens (True takes all of them)")
-    return torch.randperm(n, generator=torch.Generator().manual_seed(check_seed(seed)))[:ranks].sort().values
+    drawn = torch.randperm(n, generator=torch.Generator().manual_seed(check_seed(seed)), device="cpu")
+    return drawn[:ranks].sort().values
 
 
 def _rank_scores(A: Tensor, B: Tensor, sample: Tensor | None) -> dict[str, float]:
@@ -227,7 +228,10 @@ class _Unscaled:
     def __init__(self, model: Model) -> None:
         a, name = model.architecture, model.source.family.attention_norm
         self._norm = Norm(
-            None if name is None else a.norm, torch.ones(a.d_model, device=model.device), None, a.norm_eps
+            None if name is None else a.norm,
+            torch.ones(a.d_model, device=model.device, dtype=torch.float32),
+            None,
+            a.norm_eps,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -242,7 +246,9 @@ class _FinalLayer:
         self._norm = Norm(s.architecture.norm, s.final_gain, None, s.architecture.norm_eps)
         self._W_U = s.unembedding_rows.mT
         #: The norm's bias through W_U and the unembedding's own, [n_vocab], or zero: what does not change sign with the vector.
-        self.constant = torch.zeros(()) if s.final_bias is None else s.final_bias @ self._W_U
+        self.constant = (
+            torch.zeros((), dtype=torch.float32, device="cpu") if s.final_bias is None else s.final_bias @ self._W_U
+        )
         if s.unembedding_bias is not None:
             self.constant = self.constant + s.unembedding_bias
 

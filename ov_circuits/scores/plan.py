@@ -320,7 +320,7 @@ def machine_rate() -> float:
 
     from ov_circuits.linalg.products import product
 
-    left, right = (torch.randn(1024, 1024, dtype=torch.float64) for _ in range(2))
+    left, right = (torch.randn(1024, 1024, dtype=torch.float64, device="cpu") for _ in range(2))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

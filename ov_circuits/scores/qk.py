@@ -234,7 +234,7 @@ def _qk(model: Model, layer: Layer, offset: int) -> LowRank:
 
 def _turned(queries: Tensor, offset: int, by: Turn) -> Tensor:
     """Queries [..., n, d_head] turned as much as they are beyond keys ``offset`` positions before them."""
-    distance = torch.full((queries.shape[-2],), offset)
+    distance = torch.full((queries.shape[-2],), offset, device="cpu")
     return rotate(queries, distance, by.frequencies, interleaved=by.interleaved, scale=by.scale**2)
 
 

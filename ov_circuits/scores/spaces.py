@@ -42,7 +42,7 @@ def space_map(model: Model) -> pd.DataFrame:
         "kv_head": [index // a.group_size for index in range(a.n_heads)] * a.n_layers,
     }
     shares = {}
-    finite = torch.ones(a.n_layers * a.n_heads, dtype=torch.bool)
+    finite = torch.ones(a.n_layers * a.n_heads, dtype=torch.bool, device="cpu")
     for name, role in _ROLES.items():
         overlap = space_overlaps(model, role)
         finite &= overlap.diagonal().isfinite()
@@ -71,13 +71,13 @@ def principal_components(
     known = inner.diagonal().isfinite()
     chosen = inner[known][:, known].double()
     n = len(chosen)
-    places = torch.full((len(inner), 2), torch.nan, dtype=torch.float64)
+    places = torch.full((len(inner), 2), torch.nan, dtype=torch.float64, device="cpu")
     if n == 0:
         return places, (0.0, 0.0)
     centred = chosen - chosen.mean(0) - chosen.mean(1, keepdim=True) + chosen.mean()
     values, vectors = torch.linalg.eigh((centred + centred.mT) / 2)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
-    found = torch.zeros(n, 2, dtype=torch.float64)
+    found = torch.zeros(n, 2, dtype=torch.float64, device="cpu")
     k = min(2, n)
     leading = vectors[:, :k] * values[:k].sqrt()
     furthest = leading.gather(0, leading.abs().argmax(0, keepdim=True)).sign()

@@ -558,10 +558,10 @@ def _direct(case: Case, head: Head, removal: Removal) -> float:
 def _losses(case: Case, ablated: Float[Tensor, "pos n_vocab"], span: slice | None) -> dict[str, float]:
     """Cross-entropies and divergences of log-probabilities."""
     clean, at = case.log_probabilities, case.reading.position
-    tokens = torch.tensor(case.trace.tokens)
+    tokens = torch.tensor(case.trace.tokens, device="cpu")
     try:
         asked = range(1, len(tokens)) if span is None else range(len(tokens))[span]
-        predicted = torch.tensor([at for at in asked if at > 0], dtype=torch.long)
+        predicted = torch.tensor([at for at in asked if at > 0], dtype=torch.long, device="cpu")
     except (TypeError, ValueError) as error:
         raise CircuitsError(f"span is a slice of positions, such as slice(3, None), not {str(span)[:80]}") from error
     if span is not None and not len(predicted):

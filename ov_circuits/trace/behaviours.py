@@ -301,46 +301,46 @@ class _Probe:
             drawn = _shuffled(self.pool, rng)[: period + 1]
             tokens = (drawn[-1] if self.first is None else self.first, *drawn[:-1], *drawn[:-1])
             targets = {"induction": period - 1, "duplicate_token": period, "previous_token": 1, "self_attention": 0}
-            queries = torch.arange(len(tokens)) > period
+            queries = torch.arange(len(tokens), device="cpu") > period
             yield Row(seed, tokens, queries, _offsets(len(tokens), targets), period)
 
     def _plain(self, seed: int, rng: torch.Generator) -> Iterator[Row]:
         """Random tokens that cannot be repeated: too few of them, or too short a context. Drawn with replacement."""
         n = min(self.n_ctx, 2 * _DEFAULT_PERIOD)
         for _ in range(self.rows):
-            drawn = torch.randint(len(self.pool), (n,), generator=rng).tolist()
+            drawn = torch.randint(len(self.pool), (n,), generator=rng, device="cpu").tolist()
             tokens = [self.pool[index] for index in drawn]
             if self.first is not None:
                 tokens[0] = self.first
             targets = _offsets(n, {"previous_token": 1, "self_attention": 0})
-            yield Row(seed, tuple(tokens), torch.arange(n) >= (n + 1) // 2, targets)
+            yield Row(seed, tuple(tokens), torch.arange(n, device="cpu") >= (n + 1) // 2, targets)
 
     def _delimited(self, seed: int, rng: torch.Generator) -> Row:
         n = min(self.n_ctx, max(2 * self.length + 1, 2 * _ONE_DELIMITER_IN))
         known = list(self.delimiters.values())
-        tokens = [self.fillers[i] for i in torch.randint(len(self.fillers), (n,), generator=rng).tolist()]
+        tokens = [self.fillers[i] for i in torch.randint(len(self.fillers), (n,), generator=rng, device="cpu").tolist()]
         if self.first is not None:
             tokens[0] = self.first
         # One in each half at least, so that every row has something to attend to.
         half = n // 2
         places = set(_shuffled(range(1, n), rng)[: n // _ONE_DELIMITER_IN]) | {1 + _shuffled(range(half - 1), rng)[0]}
         for place in places:
-            tokens[place] = known[int(torch.randint(len(known), (1,), generator=rng))]
-        is_delimiter = torch.zeros(n, dtype=torch.bool)
+            tokens[place] = known[int(torch.randint(len(known), (1,), generator=rng, device="cpu"))]
+        is_delimiter = torch.zeros(n, dtype=torch.bool, device="cpu")
         is_delimiter[sorted(places)] = True
-        queries = (torch.arange(n) >= half) & ~is_delimiter
-        earlier = torch.ones(n, n, dtype=torch.bool).tril(-1)
+        queries = (torch.arange(n, device="cpu") >= half) & ~is_delimiter
+        earlier = torch.ones(n, n, dtype=torch.bool, device="cpu").tril(-1)
         return Row(seed, tuple(tokens), queries, {"delimiter": earlier & is_delimiter})
 
 
 def _shuffled(items: Sequence[int], rng: torch.Generator) -> list[int]:
-    return [items[index] for index in torch.randperm(len(items), generator=rng).tolist()]
+    return [items[index] for index in torch.randperm(len(items), generator=rng, device="cpu").tolist()]
 
 
 def _offsets(n: int, offsets: dict[str, int]) -> dict[str, Tensor]:
     """Targets at fixed distances, and the first position."""
-    distance = torch.arange(n)[:, None] - torch.arange(n)
-    first = (torch.arange(n) == 0).expand(n, n)
+    distance = torch.arange(n, device="cpu")[:, None] - torch.arange(n, device="cpu")
+    first = (torch.arange(n, device="cpu") == 0).expand(n, n)
     return {name: distance == offset for name, offset in offsets.items()} | {"first_token": first}
 
 
@@ -367,7 +367,7 @@ class _Tally:
 
     @classmethod
     def empty(cls, seeds: int, layers: int, heads: int) -> _Tally:
-        each = torch.zeros(seeds, layers, heads, dtype=torch.float64)
+        each = torch.zeros(seeds, layers, heads, dtype=torch.float64, device="cpu")
         return cls(each, each.clone(), each[0].clone(), each[0].clone())
 
     def gather(self, shard: Shard) -> None:
@@ -436,7 +436,7 @@ def _tally_attention(
 ) -> None:
     """Add one row's attention to its targets, and what its own rows of attention would give in a random order."""
     A = pattern[:, row.queries]
-    n = torch.arange(1, len(row.tokens) + 1, dtype=torch.float64)[
+    n = torch.arange(1, len(row.tokens) + 1, dtype=torch.float64, device="cpu")[
         row.queries
     ]  # positions that each destination can see
     mean = A.sum(-1) / n

@@ -15,7 +15,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -192,7 +192,7 @@ def batches(model: Model, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence
 def pad(prompts: Sequence[Sequence[int]]) -> Int[Tensor, "batch pos"]:
     """Ids side by side, filled up on the right with id 0, which nothing before it can see."""
     longest = max(len(tokens) for tokens in prompts)
-    return torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in prompts])
+    return torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in prompts], device="cpu")
 
 
 def run(
@@ -244,7 +244,7 @@ def likeliest_continuation(model: Model, tokens: Sequence[int], n: int) -> list[
     found: list[int] = []
     with _ready(network), torch.no_grad():
         while len(found) < n and not (found and found[-1] in ends):
-            logits = _forward(network, model, torch.tensor([[*tokens, *found]]).to(_device(network)))
+            logits = _forward(network, model, torch.tensor([[*tokens, *found]], device="cpu").to(_device(network)))
             found.append(int(logits[0, -1].argmax()))
     return found
 
@@ -498,7 +498,9 @@ def build(source: Source, **distribution: Any) -> Any:
         )
     config = config_of(source)
     tensors = {name: _Stored(checkpoint.store, name) for name in checkpoint.store.names()}
-    with _quiet(), _blame_config(checkpoint.where), lost():
+    # What transformers makes by itself belongs where the model is, whatever torch's default device.
+    here = nullcontext() if distribution else torch.device(source.device)
+    with _quiet(), _blame_config(checkpoint.where), lost(), here:
         network = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
             None,
             config=config,
@@ -509,9 +511,7 @@ def build(source: Source, **distribution: Any) -> Any:
         )
         network.eval()
         with torch.no_grad():
-            network(
-                torch.tensor([[0]], device=_device(network))
-            )  # some settings that make no sense are found out by running only
+            network(torch.tensor([[0]], device=_device(network)))  # some senseless settings show when it runs only
     return network
 
 

@@ -329,7 +329,7 @@ def _score_side(
     if rotary is not None:
         by = turn(rotary, checkpoint.config, checkpoint.where, len(trace))
         # R_t q . R_s k depends on the offset alone, so the held side is turned by it.
-        offset = torch.tensor([held - at])
+        offset = torch.tensor([held - at], device="cpu")
         other = rotate(other[None], offset, by.frequencies, interleaved=by.interleaved, scale=by.scale**2)[0]
     other = other * weights.score_scale
     constant = 0.0
@@ -425,7 +425,7 @@ def _account(trace: Trace, reading: Reading, found: Sequence[_LayerEntries]) -> 
     at, d, record, a = reading.position, reading.direction, trace.record, trace.model.architecture
     biases = [layer.value_bias for layer in found if layer.value_bias is not None]
     b_O = [layer.b_O for layer in found if layer.b_O is not None]
-    empty = torch.zeros(0, a.n_heads, at + 1, dtype=torch.float64)
+    empty = torch.zeros(0, a.n_heads, at + 1, dtype=torch.float64, device="cpu")
     gather = record.shard.gather
     return Account(
         reading=reading,
@@ -433,8 +433,8 @@ def _account(trace: Trace, reading: Reading, found: Sequence[_LayerEntries]) -> 
         position=None if record.position is None else float(record.position[at].double() @ d),
         value_path=gather(torch.stack([layer.value_path for layer in found]), 1).cpu() if found else empty,
         value_bias=gather(torch.stack(biases), 1).cpu() if biases else None,
-        b_O=torch.tensor(b_O, dtype=torch.float64) if b_O else None,
-        mlp=torch.tensor([layer.mlp for layer in found], dtype=torch.float64),
+        b_O=torch.tensor(b_O, dtype=torch.float64, device="cpu") if b_O else None,
+        mlp=torch.tensor([layer.mlp for layer in found], dtype=torch.float64, device="cpu"),
     )
 
 

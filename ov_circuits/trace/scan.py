@@ -283,20 +283,20 @@ class _Run:
     def _begin(self) -> _Tally:
         a, s = self.model.architecture, self.settings
         heads, n = a.n_layers * a.n_heads, len(self.sample)
-        signs = torch.tensor([sign for _, _, sign, _ in _ENDS])[:, None, None, None]
+        signs = torch.tensor([sign for _, _, sign, _ in _ENDS], device="cpu")[:, None, None, None]
         return {
-            "batches": torch.tensor(0),
-            "positions": torch.tensor(0),
-            "loss": torch.tensor(0.0, dtype=torch.float64),
-            "attention": torch.zeros(heads, self.bins.n_features, dtype=torch.float64),
-            "moved": torch.zeros(heads, self.bins.n_features, dtype=torch.float64),
-            "means": torch.zeros(4, heads, dtype=torch.float64),
-            "entropy": torch.zeros(heads, self.bins.n_entropy, dtype=torch.int64),
+            "batches": torch.tensor(0, device="cpu"),
+            "positions": torch.tensor(0, device="cpu"),
+            "loss": torch.tensor(0.0, dtype=torch.float64, device="cpu"),
+            "attention": torch.zeros(heads, self.bins.n_features, dtype=torch.float64, device="cpu"),
+            "moved": torch.zeros(heads, self.bins.n_features, dtype=torch.float64, device="cpu"),
+            "means": torch.zeros(4, heads, dtype=torch.float64, device="cpu"),
+            "entropy": torch.zeros(heads, self.bins.n_entropy, dtype=torch.int64, device="cpu"),
             "top": (-torch.inf * signs).expand(-1, heads, s.examples, 3).clone(),
-            "top_at": torch.full((len(_ENDS), heads, s.examples, 2), -1),
-            "sample": torch.zeros(len(MEASURES), heads, n, 3),
-            "sample_source": torch.zeros(len(MEASURES), heads, n, dtype=torch.int32),
-            "curvature": torch.zeros(heads, min(s.loss_sample, n)),
+            "top_at": torch.full((len(_ENDS), heads, s.examples, 2), -1, device="cpu"),
+            "sample": torch.zeros(len(MEASURES), heads, n, 3, dtype=torch.float32, device="cpu"),
+            "sample_source": torch.zeros(len(MEASURES), heads, n, dtype=torch.int32, device="cpu"),
+            "curvature": torch.zeros(heads, min(s.loss_sample, n), dtype=torch.float32, device="cpu"),
         }
 
     def _add(self, tally: _Tally, meter: _Meter, windows: Sequence[Window]) -> _Tally:
@@ -333,7 +333,7 @@ def _keep_strongest(
 ) -> None:
     """Put what is stronger than the strongest so far in their place."""
     values, sources = found.values[measure], found.sources[measure]
-    places = torch.arange(base, base + sources.shape[1]).expand_as(sources)
+    places = torch.arange(base, base + sources.shape[1], device="cpu").expand_as(sources)
     values, where = torch.cat([top, values], 1), torch.cat([at, torch.stack([places, sources], -1)], 1)
     chosen = (sign * values[..., 0]).topk(top.shape[1], dim=1).indices.unsqueeze(-1)
     top.copy_(values.take_along_dim(chosen, 1))
@@ -418,8 +418,9 @@ class _Bins:
         self, ids: Int[Tensor, " source"], first: int, punctuation: Tensor
     ) -> Float[Tensor, "destination source feature"]:
         """Of each pair: its kind and its distance bin, one-hot (bin 0: the window's first token), and t - s past that token."""
-        s, t = torch.arange(len(ids)), torch.arange(first, len(ids))[:, None]
-        before = torch.cat([torch.tensor([-1]), ids[:-1]])  # the token before each source; none before the first
+        s, t = torch.arange(len(ids), device="cpu"), torch.arange(first, len(ids), device="cpu")[:, None]
+        # the token before each source; none before the first
+        before = torch.cat([torch.tensor([-1], device="cpu"), ids[:-1]])
         conditions = {
             "first": (s == 0).expand(len(t), -1),
             "self": s == t,
@@ -428,18 +429,20 @@ class _Bins:
             "after_same_token": before == ids[first:, None],
             "punctuation": punctuation.expand(len(t), -1),
         }
-        kind = torch.full((len(t), len(ids)), SOURCE_KINDS.index("other"))
+        kind = torch.full((len(t), len(ids)), SOURCE_KINDS.index("other"), device="cpu")
         for name in reversed(conditions):  # the first that fits is written last
             kind[conditions[name]] = SOURCE_KINDS.index(name)
         distance = (t - s).clamp(min=0)  # nothing is attended to that comes after
-        bins = torch.where(s == 0, 0, 1 + torch.bucketize(distance, torch.tensor(self.distances)))
+        bins = torch.where(s == 0, 0, 1 + torch.bucketize(distance, torch.tensor(self.distances, device="cpu")))
         one_hot = [F.one_hot(kind, self.n_kinds), F.one_hot(bins, self.n_distances), (distance * (s > 0)).unsqueeze(-1)]
         return torch.cat(one_hot, -1).float()
 
     def entropy_counts(self, entropy: Float[Tensor, "head destination"]) -> Int[Tensor, "head bin"]:
         """How many positions of each head fall into each bin."""
         bins = (entropy / _ENTROPY_BIN).long().clamp(0, self.n_entropy - 1)
-        return torch.zeros(len(bins), self.n_entropy, dtype=torch.int64).scatter_add_(1, bins, torch.ones_like(bins))
+        return torch.zeros(len(bins), self.n_entropy, dtype=torch.int64, device="cpu").scatter_add_(
+            1, bins, torch.ones_like(bins)
+        )
 
     def distance_edges(self) -> list[tuple[str, int | None, int | None]]:
         """Labels and edges, both included."""
@@ -522,8 +525,8 @@ class _Meter:
         device = self._model.device
         targets = torch.tensor(window.targets, device=device)
         directions = self._norm.read_back(final, self._directions(logits, targets))
-        ids = torch.tensor(window.ids)
-        punctuation = torch.tensor([self._is_punctuation(i) for i in window.ids])
+        ids = torch.tensor(window.ids, device="cpu")
+        punctuation = torch.tensor([self._is_punctuation(i) for i in window.ids], device="cpu")
         features = self._bins.features(ids, window.first, punctuation).to(device)
         layers, writes = [], []
         for weights, kept in zip(self._weights, batch.layers, strict=True):
@@ -547,7 +550,7 @@ class _Meter:
         """Of the final norm's output: towards the true next token's logit, and down its loss."""
         toward = self._W_U.mT[targets]
         descent = -logits.softmax(-1)
-        descent[torch.arange(len(targets)), targets] += 1
+        descent[torch.arange(len(targets), device="cpu"), targets] += 1
         if self._cap is not None:
             descent *= 1 - (logits / self._cap).square()
         return self._scale * torch.stack([toward, descent @ self._W_U.mT])
@@ -604,7 +607,7 @@ class _Meter:
         rows = max(1, _LOGITS_AT_A_TIME // uncapped.shape[1])
         for i, target in enumerate(targets):
             with_all = F.cross_entropy(self._capped(uncapped[i]), target)
-            for block in torch.arange(len(carried)).split(rows):
+            for block in torch.arange(len(carried), device="cpu").split(rows):
                 without = self._capped(uncapped[i] - carried[block, i] @ self._W_U)
                 saved[block, i] = F.cross_entropy(without, target.expand(len(block)), reduction="none") - with_all
         return saved

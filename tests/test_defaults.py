@@ -1,0 +1,102 @@
+"""torch's default precision and device are the user's: whatever they are, the numbers are the same ones."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import ov_circuits as ov
+
+TEXT = "the people of the United States and the people of the United"
+PROMPTS = [
+    {"prompt": TEXT, "answer": " States", "foil": " the"},
+    {"prompt": f"{TEXT} States", "answer": " and", "foil": " of"},
+]
+
+# Each opens its own model: what is read and built once is read and built under the user's defaults too.
+WORKS: dict[str, Callable[[], Any]] = {
+    "scoreboard": lambda: ov.scoreboard(ov.load(), "all"),
+    "composition": lambda: ov.composition(ov.load(), "all"),
+    "subspace_overlap": lambda: ov.subspace_overlap(ov.load()),
+    "copy_table": lambda: ov.copy_table(ov.load()),
+    "space_map": lambda: ov.space_map(ov.load()),
+    "token_pair": lambda: ov.token_pair(ov.load(), " people", " the"),
+    "reads": lambda: ov.load().head("1.0").reads(2),
+    "spectrum": lambda: ov.spectrum(ov.load().head("1.0")),
+    "full_ov": lambda: ov.load().head("1.0").full_ov.singular_values,
+    "rows": lambda: ov.load().head("1.0").ov.rows([3, 5]),
+    "verify": lambda: ov.load().verify().frame(),
+    "logits": lambda: ov.load().trace(TEXT).logits,
+    "ledger": lambda: ov.load().trace(TEXT).ledger(" States", " the"),
+    "ledger_into": lambda: ov.load().trace(TEXT).ledger_into("1.0", "K", source=2),
+    "write_norms": lambda: ov.load().trace(TEXT).write_norms(),
+    "behaviours": lambda: ov.behaviours(ov.load(), seeds=2, rows=2),
+    "ablate": lambda: ov.ablate(ov.load(), ["1.0"], TEXT, answer=" States"),
+    "ablation_sweep": lambda: ov.ablation_sweep(ov.load(), TEXT, "mean", answer=" States", reference=[f"{TEXT} of"]),
+    "attribute": lambda: ov.attribute(ov.load(), PROMPTS),
+    "generate": lambda: ov.generate(ov.load(), "the people", 3).frame(),
+    "scan": lambda: ov.scan(ov.load(), [TEXT * 20], window=32, stride=16).heads,
+}
+
+
+@contextmanager
+def precision(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Callable[[str], Any]:
+    found: dict[str, Any] = {}
+    return lambda name: found[name] if name in found else found.setdefault(name, WORKS[name]())
+
+
+# A tensor on "meta" has no numbers: whatever meets one fails.
+@pytest.mark.parametrize("defaults", ["bfloat16", "float64", "meta"])
+@pytest.mark.parametrize("name", WORKS)
+def test_numbers_do_not_depend_on_torchs_defaults(ordinary: Callable[[str], Any], name: str, defaults: str) -> None:
+    right = ordinary(name)
+    with device(defaults) if defaults == "meta" else precision(getattr(torch, defaults)):
+        found = WORKS[name]()
+    if isinstance(right, pd.DataFrame):
+        pd.testing.assert_frame_equal(found, right, rtol=1e-12)
+    else:
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=0, equal_nan=True)
+
+
+_DATA = {"tensor", "as_tensor", "asarray", "full"}  # what they are given says what they hold
+_RANGES = {"arange", "randint", "randperm", "range", "tril_indices", "triu_indices"}
+_FLOATS = {"empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+
+
+def test_every_tensor_that_is_made_says_where_and_of_what_kind() -> None:
+    silent = []
+    for file in sorted(Path(ov.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
+                continue
+            name, given = ast.unparse(node.func).removeprefix("torch."), {word.arg for word in node.keywords}
+            lacks_device = name in _DATA | _RANGES | _FLOATS and not given & {"device", "out"}
+            if lacks_device or (name in _FLOATS and not given & {"dtype", "out"}):
+                silent.append(f"{file.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not silent
