@@ -185,15 +185,24 @@ def together(work: Callable[[], Result]) -> Result:
 
 @cache
 def _let_go_at_exit() -> None:
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
     # gloo's threads take Python's lock to let go of the tensors of the last exchange. One that has not come to it when
     # Python shuts down ends the process with an abort, and a mesh keeps these threads even when its group is destroyed.
-    atexit.register(time.sleep, _LETTING_GO)
+    _end_quietly()
+    time.sleep(_LETTING_GO)
 
 
 def _leave() -> None:
     import torch.distributed as dist
 
-    # torchrun ends the others when one has died. Whom that meets here has said what there was to say.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end_quietly()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _end_quietly() -> None:
+    # torchrun ends the others when one has died. Whom that meets on its way out has said what there was to say.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
