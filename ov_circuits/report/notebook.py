@@ -43,7 +43,7 @@ _STYLE = """<style>
 .ov-box .ov-map td,.ov-box .ov-map th{padding:0 4px;border:1px solid transparent;font-size:11px;min-width:30px}
 .ov-box .ov-map td,.ov-box .ov-map th{text-align:center!important}
 .ov-box .ov-row{display:flex;flex-wrap:wrap;gap:8px 40px}
-.ov-box .ov-row figure{width:min-content}
+.ov-box .ov-row figure{width:min-content}.ov-box .ov-row svg{max-width:none!important}
 .ov-box .ov-scroll{overflow-x:auto}.ov-box .ov-scroll td{white-space:nowrap}
 .ov-box figure{margin:.5em 0}.ov-box figcaption{font-size:12.5px;opacity:.72}
 </style>"""

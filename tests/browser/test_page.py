@@ -880,8 +880,18 @@ def notebook_page(tmp_path_factory) -> Path:
     exporter = HTMLExporter(template_name="basic")  # the full one loads MathJax from a CDN
     body, _ = exporter.from_notebook_node(nbformat.v4.new_notebook(cells=cells))
     path = tmp_path_factory.mktemp("notebook") / "notebook.html"
-    path.write_text(f"<!doctype html><meta charset=utf-8><title>n</title>{body}", "utf-8")
+    pictures = "<style>img,svg{max-width:100%;height:auto}</style>"  # JupyterLab's own rule, which the basic page lacks
+    path.write_text(f"<!doctype html><meta charset=utf-8><title>n</title>{pictures}{body}", "utf-8")
     return path
+
+
+def test_a_notebooks_pictures_have_the_size_they_are_drawn_for(tab, notebook_page):
+    page = tab().page
+    page.goto(notebook_page.as_uri())
+    sizes = page.evaluate(
+        "[...document.querySelector('.ov-row').querySelectorAll('svg')].map(s => [s.clientWidth, s.clientHeight])"
+    )
+    assert sizes == [[320, 150], [150, 150], [150, 150]]
 
 
 @pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no scripts"])
