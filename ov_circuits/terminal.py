@@ -272,7 +272,8 @@ def print_behaviours(frame: pd.DataFrame, model: Model, sort: str | None) -> Non
     seeds = counted(len(frame.attrs["seeds"]), "seed")
     title = f"{model.name}: {frame.attrs['starts_with']}, then {frame.attrs['probe']}; {seeds}"
     _print_table(title, [name.replace("_", " ") for name in ("head", *shown)], rows, "l" + "r" * len(shown))
-    note("means over destinations; spread over seeds, null mean and z of each: --json or -o")
+    copying = "; random copying from -1, about what it is by chance, to 1" if "random_copying" in keys else ""
+    note(f"means over destinations{copying}; spread over seeds, null mean and z of each: --json or -o")
     for key, why in frame.attrs["left_out"].items():
         note(f"no {key}: {why}")
 
@@ -304,14 +305,15 @@ def print_attribution(frame: pd.DataFrame, top: int) -> None:
     note("from ..: the value path by source token. A direct effect only: removing a head may change less.")
 
 
-def print_paths(frame: pd.DataFrame, model: Model) -> None:
-    """The strongest pairs of heads."""
+def print_paths(frame: pd.DataFrame, model: Model, of: int) -> None:
+    """The strongest pairs of heads, of so many."""
     rows = [
         (row["sender"], row["receiver"], row["kind"], *(_number(row[name]) for name in _PATH_NUMBERS))
         for row in frame.to_dict("records")
     ]
     columns = ("sender", "receiver", "kind", *(name.replace("_", " ") for name in _PATH_NUMBERS))
     _print_table(f"{model.name}, view {model.view}: composition", columns, rows, "lll" + "r" * len(_PATH_NUMBERS))
+    _say_cut(len(rows), of, "pair")
     note("null mean, z: random rotations; z paired: against all pairs of the kind, by which rows are sorted")
     for sentence in frame.attrs["notes"]:
         note(sentence)
@@ -329,8 +331,8 @@ def print_pairs(frame: pd.DataFrame, model: Model) -> None:
     _print_table(title + ("" if offset is None else f", offset {offset}"), ("end", read, write, "value"), rows, "lllr")
 
 
-def print_changes(frame: pd.DataFrame) -> None:
-    """Heads of two checkpoints against each other."""
+def print_changes(frame: pd.DataFrame, of: int) -> None:
+    """Heads of two checkpoints against each other, of so many."""
     shown = {
         "ov_change": "OV change",
         "ov_cosine": "cosine",
@@ -347,6 +349,7 @@ def print_changes(frame: pd.DataFrame) -> None:
     ]
     title = f"{frame.attrs['model']} to {frame.attrs['other']}, view {frame.attrs['view']}"
     _print_table(title, ("head", *(shown[name] for name in names)), rows, "l" + "r" * len(names))
+    _say_cut(len(rows), of, "head")
 
 
 def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
@@ -468,6 +471,7 @@ def print_scan(scan: Scan, top: int, head: str | None) -> None:
     columns = ("head", "loss saved", "", "logit", "write", "distance", "entropy", "attends most to")
     title = f"{facts['model']} over {facts['corpus']}: {counted(facts['positions'], 'position')}, loss {facts['loss']:.3f} nats"
     _print_table(title, columns, rows, "lrlrrrrl")
+    _say_cut(len(rows), len(scan.heads), "head")
     if head is not None:
         for measure, what in (("write", "largest writes"), ("logit", "most logit to the true next token")):
             _print_examples(scan.of(head), measure, f"{head}: {what}")
@@ -508,15 +512,17 @@ def print_ablation(frame: pd.DataFrame, top: int) -> None:
     else:
         title = f"{attrs['model']}, each head alone ({how}), {counted(attrs['prompts'], 'prompt')}"
         columns = ["head", "direct_effect", "total_effect", "loss_change", "answer_loss_change", "kl", "mean_kl"]
-        frame = frame.sort_values("total_effect", key=abs, ascending=False).head(top)
+        frame = frame.sort_values("total_effect", key=abs, ascending=False)
+    shown = frame if "heads" in attrs else frame.head(top)
     words = ("prompt", "head", "answer", "against")
     rows = [
         [str(row[name]) if name in words[:2] else (row[name] and _tokens([row[name]])) if name in words else _number(row[name])
          for name in columns]
-        for row in frame.to_dict("records")
+        for row in shown.to_dict("records")
     ]  # fmt: skip
     align = "".join("l" if name in words else "r" for name in columns)
     _print_table(title, [name.replace("_", " ") for name in columns], rows, align)
+    _say_cut(len(shown), len(frame), "head")
     note(
         "direct effect: the ledger's entry of what was removed; total effect: what the logit (difference) lost; losses in nats"
     )
@@ -618,6 +624,12 @@ def _print_table(title: str, columns: Sequence[str] | None, rows: Sequence[Seque
         Text(title, style="bold"), soft_wrap=True
     )  # rich would fold a table's own title to the table's width
     stdout().print(table)
+
+
+def _say_cut(shown: int, of: int, what: str) -> None:
+    """A word on rows that the screen leaves out."""
+    if shown < of:
+        note(f"{shown} of {counted(of, what)}; --top lists more")
 
 
 def print_json(value: Any) -> None:

@@ -256,6 +256,21 @@ def test_the_model_that_comes_with_the_package_needs_no_name(names):
     assert run_json("heads", *names, "--scores", "ov_stable_rank")["model"] == "embedded"
 
 
+@pytest.mark.parametrize("label", ["1.0", "L1H0"])
+def test_a_head_in_the_models_place_is_told_from_a_model(label):
+    assert f"'{label}' is written like a head, and a model's name is asked for" in run("heads", label, code=2).stderr
+
+
+@pytest.mark.parametrize("name", ["-", "embedded"])
+def test_the_library_knows_that_model_by_the_same_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()  # a folder of that name is ./name
+    assert ov.load(name).source.checkpoint.where == ov.load().source.checkpoint.where
+    assert run_json("inspect", name)["model"] == "embedded"
+    with pytest.raises(CircuitsError, match="holds no"):
+        ov.load(f"./{name}")
+
+
 def test_heads_is_the_scoreboard(tiny_gpt2_char):
     shown, board = run_json("heads", tiny_gpt2_char), ov.scoreboard(ov.load(tiny_gpt2_char))
     assert shown["view"] == board.attrs["view"] == "centred"
@@ -608,6 +623,35 @@ def test_paths_lists_the_strongest_and_writes_all(tiny_gpt2_char, tmp_path):
     assert len(pd.read_csv(tmp_path / "paths.csv")) == 3 * 16
     assert "0.1" in run("paths", tiny_gpt2_char).stdout
     assert "choose Q, K, V or all" in run("paths", tiny_gpt2_char, "--kind", "X", code=2).stderr
+
+
+def test_paths_of_a_sender_or_receiver_are_a_part_of_all(tiny_gpt2_char, tmp_path):
+    every = ov.composition(ov.load(tiny_gpt2_char), "all")
+    for ends in ({"receiver": "1.1"}, {"sender": "0.1"}, {"sender": "L0H1", "receiver": "1.1"}):
+        right = every
+        for end, label in ends.items():
+            right = right[right[end] == label.replace("L0H1", "0.1")]
+        words = [word for end, label in ends.items() for word in (f"--{end}", label)]
+        run("paths", tiny_gpt2_char, *words, "-o", tmp_path / "p.csv")
+        written = pd.read_csv(tmp_path / "p.csv", dtype={"sender": str, "receiver": str})
+        pd.testing.assert_frame_equal(written, right.reset_index(drop=True), check_dtype=False)
+    assert "no pair with receiver 0.1" in run("paths", tiny_gpt2_char, "--receiver", "0.1", code=2).stderr
+    assert "has no head 9.9" in run("paths", tiny_gpt2_char, "--sender", "9.9", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "of"),
+    [
+        (["paths", "--kind", "K"], "216 pairs"),
+        (["compare", "embedded", "embedded"], "24 heads"),
+        (["ablate", "each", "--prompt", "the people of the"], "24 heads"),
+        (["scan", "--tokens", 64, "--window", 32], "24 heads"),
+    ],
+)
+def test_rows_that_the_screen_leaves_out_are_counted(command, of):
+    assert f"3 of {of}; --top lists more" in run(*command, "--top", 3).stderr
+    if of == "24 heads":
+        assert "--top lists more" not in run(*command, "--top", 24).stderr
 
 
 def test_pairs_are_those_of_the_library_for_both_circuits(stories260k, tmp_path):

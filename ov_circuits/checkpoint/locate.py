@@ -1,6 +1,6 @@
 """A name or a path -> an open checkpoint.
 
-1. nothing named: the small model that comes with the package;
+1. nothing, ``-`` or ``embedded``: the small model that comes with the package;
 2. a path (a folder, a file, or anything that looks like one): read there, and the network is never touched;
 3. ``smollm2``: the folder that ``ov-circuits fetch smollm2`` made;
 4. any other name: the Hugging Face cache first, then the hub, unless offline mode forbids it.
@@ -49,6 +49,7 @@ FOREIGN_FILES = (
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
+_LIKE_A_HEAD = re.compile(r"\d+\.\d+|L\d+H\d+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def adapted(base: Checkpoint, adapter: Adapter) -> Checkpoint:
 
 
 def _open_named(name: str | os.PathLike[str] | None, revision: str | None) -> Checkpoint:
-    if name is None:
+    if name in (None, "-", "embedded"):
         return open_path(embedded_model(), name="embedded")
     if not os.fspath(name):
         raise CircuitsError(
@@ -146,6 +147,10 @@ def _open_named(name: str | os.PathLike[str] | None, revision: str | None) -> Ch
         return open_path(path)
     if name == "smollm2":
         return open_path(_fetched("smollm2"), name="smollm2")
+    if _LIKE_A_HEAD.fullmatch(str(name)):
+        raise CircuitsError(
+            f"{name!r} is written like a head, and a model's name is asked for: 'ov-circuits head {name}' shows a head"
+        )
     match = _HUB_NAME.fullmatch(str(name))
     if match is None:
         raise CircuitsError(

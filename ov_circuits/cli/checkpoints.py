@@ -9,7 +9,7 @@ import typer
 
 from ov_circuits import __version__
 from ov_circuits.cli.completion import FETCHED, VIEWS, one_of
-from ov_circuits.cli.opening import name_of, open_model, running
+from ov_circuits.cli.opening import open_model, running
 from ov_circuits.cli.options import (
     AdapterOption,
     DeviceOption,
@@ -66,11 +66,10 @@ def inspect(
 
     if not plan:
         belong_to("--plan", {"--gflops": gflops})
-    name = name_of(model)
-    config = None if name is None else config_alone(user_path(name))
+    config = None if model is None else config_alone(user_path(model))
     if config is not None:
-        found, stored = census(config, str(name)), None
-        label = str(name)
+        found, stored = census(config, str(model)), None
+        label = str(model)
     else:
         opened = open_model(model, None, revision, adapter)
         found, stored = census(opened.source.checkpoint.config, opened.source.checkpoint.where), opened

@@ -14,14 +14,6 @@ from ov_circuits.processes import launched
 if TYPE_CHECKING:
     from ov_circuits.model import Model
 
-# The names of the model that comes with the package.
-_EMBEDDED = ("-", "embedded")
-
-
-def name_of(model: str | None) -> str | None:
-    """None for the embedded model."""
-    return None if model is None or model in _EMBEDDED else model
-
 
 def open_model(
     model: str | None,
@@ -37,10 +29,9 @@ def open_model(
     """
     from ov_circuits.model import load
 
-    name = name_of(model)
-    if name == "":
+    if model == "":
         raise CircuitsError("the model's name is empty: leave it out for the model that comes with the package")
-    opened = load(name, view=view, revision=revision, adapter=adapter, device=device)
+    opened = load(model, view=view, revision=revision, adapter=adapter, device=device)
     _silence_loading_bars()
     return opened
 

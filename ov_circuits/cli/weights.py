@@ -158,7 +158,7 @@ def head(
 
 @commands.command(
     epilog=examples(
-        "ov-circuits paths --kind K --top 10", "ov-circuits paths gpt2 --kind all -o gpt2-composition.parquet"
+        "ov-circuits paths --kind K --receiver 1.0", "ov-circuits paths gpt2 --kind all -o gpt2-composition.parquet"
     ),
 )
 def paths(
@@ -169,6 +169,16 @@ def paths(
             "--kind", metavar="Q|K|V|all", help="Which input of the later head.", autocompletion=one_of(KINDS)
         ),
     ] = "all",
+    sender: Annotated[
+        str | None,
+        typer.Option("--sender", metavar="HEAD", show_default=False, help="Only the later heads that read this one."),
+    ] = None,
+    receiver: Annotated[
+        str | None,
+        typer.Option(
+            "--receiver", metavar="HEAD", show_default=False, help="Only the earlier heads that feed this one."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Pairs to list.")] = 20,
     output: TableOption = None,
     view: ViewOption = None,
@@ -177,15 +187,25 @@ def paths(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Composition: which later heads read what an earlier head writes. A file gets every pair, the screen the strongest."""
+    """Composition: which later heads read what an earlier head writes. A file gets every pair, the screen the strongest.
+
+    Chance is of all pairs of the model, whichever are listed.
+    """
     from ov_circuits.scores.composition import composition, strongest
 
     opened = open_model(model, view, revision, adapter, device)
+    ends = {"sender": sender, "receiver": receiver}
+    asked = {end: opened.head(label).label for end, label in ends.items() if label is not None}
     with table(output, opened) as write:
         frame = composition(opened, kind)
+        for end, label in asked.items():
+            frame = frame[frame[end] == label]
+        if frame.empty:
+            named = " and ".join(f"{end} {label}" for end, label in asked.items())
+            raise CircuitsError(f"there is no pair with {named}: the sender's layer comes before the receiver's")
         write(frame)
     said = f"{counted(len(frame), 'pair')}, view {opened.view}"
-    hand_out(strongest(frame, top), output, as_json, lambda rows: print_paths(rows, opened), said)
+    hand_out(strongest(frame, top), output, as_json, lambda rows: print_paths(rows, opened, len(frame)), said)
 
 
 @commands.command(
@@ -264,4 +284,4 @@ def compare(
         frame = sort_heads(frame, sort, ascending=False)
         write(frame)
     said = f"{counted(len(frame), 'head')}, view {first.view}"
-    hand_out(frame.head(top), output, as_json, print_changes, said)
+    hand_out(frame.head(top), output, as_json, lambda rows: print_changes(rows, len(frame)), said)
