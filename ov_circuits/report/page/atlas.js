@@ -15,6 +15,7 @@ function atlasView() {
   const scatterTip = (i) => [
     h('strong', {}, `Head ${data.label(i)}`),
     [...new Set([state.x, state.y, state.score])].map((key) => h('div', {}, `${data.byKey.get(key).label} `, h('b.num', {}, format(data.value(key, i))))),
+    strongestEnds(i),
   ];
   const choose = (name) => (key) => {
     state[name] = key;
@@ -88,6 +89,8 @@ function mapWidth() {
 
 /** Filter, token search, and what they leave. */
 function filterTools() {
+  // Without embeddings there are no directions in tokens, and nothing to search.
+  const readable = data.tokens.length > 0;
   const message = h('p.message', { id: 'filter-message', role: 'status' });
   const filter = h('input', {
     id: 'filter', type: 'text', autocomplete: 'off', spellcheck: 'false', value: state.filterText,
@@ -141,11 +144,11 @@ function filterTools() {
   const node = h('div.tools', {},
     h('div.tool-row', {},
       h('div.field.filter-field', {}, h('label', { for: 'filter' }, 'Filter'), filter),
-      h('fieldset.search', {}, h('legend.visually-hidden', {}, 'Which heads read or write a token'),
-        tokenInput('reads', 'Reads token'), h('span.arrow', { 'aria-hidden': 'true' }, '→'), tokenInput('writes', 'Writes token'))),
+      readable ? h('fieldset.search', {}, h('legend.visually-hidden', {}, 'Which heads read or write a token'),
+        tokenInput('reads', 'Reads token'), h('span.arrow', { 'aria-hidden': 'true' }, '→'), tokenInput('writes', 'Writes token')) : null),
     message,
-    h('p.hint', {}, 'Tokens are searched in the singular directions of each head and in its strongest pairs. With both boxes filled, a head must read the one and write the other at the same end of a direction, or in one pair. ',
-      'A space counts; quotes ask for the whole token: ', h('code', {}, '" Paris"'), '.'),
+    readable ? h('p.hint', {}, 'Tokens are searched in the singular directions of each head and in its strongest pairs. With both boxes filled, a head must read the one and write the other at the same end of a direction, or in one pair. ',
+      'A space counts; quotes ask for the whole token: ', h('code', {}, '" Paris"'), '.') : null,
     names, results, left);
   return { node, update };
 }
@@ -235,9 +238,17 @@ function headTable() {
   const place = h('div.scroll', { tabindex: '0', role: 'group', 'aria-label': 'Table of heads' });
   const foot = h('div.table-foot');
   const ROWS = 40;
+  // The first direction's tokens stand beside the scores: in a column that is filled when the map has been painted.
+  const cards = data.tokens.length ? painted().then(data.cards) : null;
+  const COLUMNS = cards ? 4 : 7;
+  const endsCell = (i) => {
+    const cell = h('td.ends');
+    cards.then((all) => { if (all[i].directions?.length) cell.append(...directionEnds(all[i].directions[0], 3)); });
+    return cell;
+  };
   function update() {
     const inView = [...new Set([state.score, state.x, state.y])];
-    const keys = state.allColumns ? data.scores.map((score) => score.key) : [...inView, ...data.scores.map((score) => score.key).filter((key) => !inView.includes(key))].slice(0, 7);
+    const keys = state.allColumns ? data.scores.map((score) => score.key) : [...inView, ...data.scores.map((score) => score.key).filter((key) => !inView.includes(key))].slice(0, COLUMNS);
     const by = state.sort.key ?? state.score;
     const worth = (i) => (by === 'head' ? -i : data.value(by, i));
     const order = Array.from({ length: data.count }, (_, i) => i).filter(isShown).sort((a, b) => {
@@ -259,7 +270,8 @@ function headTable() {
     };
     place.replaceChildren(h('table.heads', {},
       h('thead', {}, h('tr', {}, h('td.mark-column', {}, h('span.visually-hidden', {}, 'Compare')), sortHeader('head', 'Head', 'Layer and head'),
-        keys.map((key) => sortHeader(key, data.byKey.get(key).label, data.byKey.get(key).note)))),
+        keys.map((key) => sortHeader(key, data.byKey.get(key).label, data.byKey.get(key).note)),
+        cards ? h('th.ends', { scope: 'col' }, 'Its strongest direction reads → writes, at both ends') : null)),
       h('tbody', {}, shown.map((i) => h('tr', {},
         h('td.mark-column', {}, h('input', {
           type: 'checkbox', checked: state.compare.has(i), 'aria-label': `Compare head ${data.label(i)}`, onchange: () => toggleCompare(i),
@@ -269,11 +281,11 @@ function headTable() {
           const v = data.value(key, i);
           return h('td.num', {}, isNumber(v) ? h('span.swatch', { style: { background: data.scale(key).at(v).css } }) : null,
             formatIn(data.scale(key), v));
-        }))))));
+        }), cards ? endsCell(i) : null)))));
     foot.replaceChildren(
       order.length > ROWS ? h('button.quiet', { type: 'button', onclick: () => { state.allRows = !state.allRows; update(); } },
         state.allRows ? `Show the first ${ROWS} rows` : `Show all ${order.length} rows`) : '',
-      data.scores.length > 7 ? h('button.quiet', { type: 'button', onclick: () => { state.allColumns = !state.allColumns; update(); } },
+      data.scores.length > COLUMNS ? h('button.quiet', { type: 'button', onclick: () => { state.allColumns = !state.allColumns; update(); } },
         state.allColumns ? 'Show fewer scores' : `Show all ${data.scores.length} scores`) : '');
   }
   return { node: h('div', {}, place, foot), update };

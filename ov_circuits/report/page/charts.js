@@ -119,7 +119,7 @@ function eigenvalueChart(eigenvalues, label, space) {
 /** All heads by their spaces; the open one is ringed, layers run from light to dark. */
 function spaceChart(places, current, label) {
   const made = chart({
-    height: 280, label, tell: (p) => [h('strong', {}, `Head ${data.label(p.customdata)}`), data.grouped ? h('span.soft', {}, ` · key/value head ${data.groupOf(p.customdata)}`) : null],
+    height: 280, label, tell: (p) => [h('strong', {}, `Head ${data.label(p.customdata)}`), data.grouped ? h('span.soft', {}, ` · key/value head ${data.groupOf(p.customdata)}`) : null, strongestEnds(p.customdata)],
     open: (p) => go(data.label(p.customdata)),
   });
   const known = places.map(([x], i) => (isNumber(x) ? i : null)).filter((i) => i !== null);

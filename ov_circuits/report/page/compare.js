@@ -11,9 +11,7 @@ function compareView(heads) {
       h('p.evidence', {}, evidence(cards[i])),
       (cards[i].directions ?? []).slice(0, 3).map((d, k) => h('div.short-direction', {},
         h('div.soft.num', {}, `direction ${k + 1}, ${format(d.value)}, ${percent(d.energy)}${d.separable ? '' : ', not separable'}`),
-        ['plus', 'minus'].map((end) => h('div.chips', {}, h('span.sign', {}, end === 'plus' ? '+' : MINUS),
-          d.reads[end].slice(0, 4).map(([token]) => tokenChip(data.tokens[token])), h('span.soft', {}, '→'),
-          d.writes[end].slice(0, 4).map(([token]) => tokenChip(data.tokens[token]))))))));
+        directionEnds(d, 4)))));
     const attention = patterns[0] ? h('section', {}, h('h3', {}, 'Attention on the prompt'), h('div.compare-cards', {}, heads.map((i, k) => h('figure', {}, h('figcaption', {}, headLink(i)),
       heatmap(data.prompt.tokens, patterns[k], { scale: makeScale(0, 1, false), label: `Attention pattern of head ${data.label(i)}`, say: 'attention' }))))) : null;
     const rows = [];

@@ -25,7 +25,7 @@ function examplesSection({ label, examples }) {
     h('mark.source', {}, 'source'), ' that it takes most from and writes at the ', h('mark.destination', {}, 'destination'), '.'],
   tabs, place,
   h('div.behaviour', {},
-    barList('Attention by distance', 'how many tokens back', own.distance.map(([bin, share]) => ({ name: bin, parts: [share] }))),
+    barList('Attention by distance', 'how many tokens back', own.distance.map(([bin, share]) => ({ name: bin.replace('-', '–'), parts: [share] }))),
     barList('By kind of source', [swatchOf('attention'), ' of attention, ', swatchOf('moved'), ' of what it moves'],
       facts.kinds.map((kind, k) => ({ name: MOVED_KINDS[kind] ?? kind, parts: [own.attention[k], own.moved[k]] }))),
     h('div', {}, h('h4', {}, 'On average'), h('dl.means', {}, [
@@ -74,14 +74,16 @@ function exampleRow(row) {
     ? h('mark.source.destination', {}, prose(row.destination)) : markedToken('destination', row.destination), prose(row.after)];
   // Where the source stands in the text that is shown anyway, it is marked there; else its own surroundings come first.
   const inside = placeInside(row);
+  // A line begins with a word: the space before it would stand out of line.
+  const head = (text) => prose(text.replace(/^ /, ''));
   return h('li', {},
     h('span.example-value', {}, row.kind === 'decile' ? h('span.soft', {}, `${row.decile} `) : null, value),
     h('div.example-text', {},
       inside === null && row.source_position !== row.position
-        ? h('div.example-source', {}, h('bdi.prose', { dir: 'ltr' }, '… ', prose(row.source_before), markedToken('source', row.source), prose(row.source_after), ' …'),
+        ? h('div.example-source', {}, h('bdi.prose', { dir: 'ltr' }, '… ', head(row.source_before), markedToken('source', row.source), prose(row.source_after), ' …'),
           h('span.soft.nowrap', {}, ` ${row.position - row.source_position} back`)) : null,
-      h('bdi.prose', { dir: 'ltr' }, destination(inside === null ? prose(row.before)
-        : [prose(row.before.slice(0, inside)), markedToken('source', row.source), prose(row.before.slice(inside + row.source.length))]))),
+      h('bdi.prose', { dir: 'ltr' }, destination(inside === null ? head(row.before)
+        : [head(row.before.slice(0, inside)), markedToken('source', row.source), prose(row.before.slice(inside + row.source.length))]))),
     h('span.soft.num.example-attention', { title: 'attention to the source' }, `attention ${format(row.attention)}`));
 }
 

@@ -55,7 +55,7 @@ function generationParts(generation, step) {
     const sum = new Map(chosen.components.map((c) => [c.component, c.value]));
     account.replaceChildren(whiskers([...sum].map(([name, value]) => ({ name: generation.component_names[name] ?? name, mean: value })), 'The account of the step by kind'),
       h('p.hint', {}, `They sum to ${format(chosen.total, { sign: true, digits: 4 })}; the model’s own difference is ${format(chosen.difference, { sign: true, digits: 4 })}, residual ${format(chosen.residual, { sign: true })}.`));
-    heads.replaceChildren(h('ol.ranking', {}, strongestHeads(values[step], 10).map(([v, i]) => h('li', {}, h('span', {}, headLink(i), h('span.soft', {}, ' most from '), tokenChip(tokens[generation.head_source[step][i]])),
+    heads.replaceChildren(h('h4', {}, 'Strongest heads'), h('ol.ranking', {}, strongestHeads(values[step], 10).map(([v, i]) => h('li', {}, h('span', {}, headLink(i), h('span.soft', {}, ' most from '), tokenChip(tokens[generation.head_source[step][i]])),
       h('span.num', {}, formatIn(data.scale(KEY), v))))));
   }
   const head = [h('p.facts', {}, `${plural(steps.length, 'token')} ${generation.greedy ? 'that the model itself found likeliest' : 'that were given'}, after ${plural(start, 'token')} of prompt. `,
@@ -63,7 +63,7 @@ function generationParts(generation, step) {
   const parts = [
     h('section', {}, h('h3', {}, 'Step by step'), h('p.lead', {}, 'Why this token and not the runner-up: each step is the account of the difference of their logits. Choose a step, here or in the text.'), table),
     h('section', {}, h('h3', {}, `Step ${step + 1}: `, tokenChip(chosen.token), h('span.soft', {}, ' against '), tokenChip(chosen.runner_up)), strip),
-    h('div.prompt-columns', {}, h('section', {}, h('h3', {}, 'The account'), account), h('section', {}, h('h3', {}, 'Heads'), map.node, legendPlace, heads)),
+    h('div.prompt-columns', {}, h('section', {}, h('h3', {}, 'The account'), account, heads), h('section', {}, h('h3', {}, 'Heads'), map.node, legendPlace)),
   ];
   return { head, parts, draw };
 }

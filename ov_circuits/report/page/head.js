@@ -1,6 +1,7 @@
 function headView(i) {
   const label = data.label(i);
   const map = headMap({ compact: true, current: i, label: `Map of heads, ${label} is open` });
+  const legendPlace = h('div');
   const body = h('div.card-body', {}, h('p.loading', {}, 'Reading the cards in this file …'));
   const previous = i > 0 ? i - 1 : null;
   const next = i < data.count - 1 ? i + 1 : null;
@@ -8,7 +9,7 @@ function headView(i) {
     ? Array.from({ length: data.groupSize }, (_, k) => i - data.headOf(i) + data.groupOf(i) * data.groupSize + k).filter((k) => k !== i) : [];
   const compareButton = h('button.quiet', { type: 'button', onclick: () => toggleCompare(i) });
   const node = h('div.card', {},
-    h('aside.card-aside', { 'aria-label': 'All heads' }, map.node, h('p.hint', {}, data.byKey.get(state.score).label)),
+    h('aside.card-aside', { 'aria-label': 'All heads' }, map.node, legendPlace, h('p.hint', {}, data.byKey.get(state.score).label)),
     h('article', {},
       h('nav.card-nav', { 'aria-label': 'Heads' },
         h('a', { href: '#', data: { nav: 'atlas' } }, '← Atlas'),
@@ -24,6 +25,7 @@ function headView(i) {
   const charts = [];
   function update() {
     map.update();
+    legendPlace.replaceChildren(legend(data.scale(state.score), [], { label: 'Colours of the map' }));
     compareButton.textContent = state.compare.has(i) ? 'Remove from comparison' : 'Add to comparison';
     charts.forEach((draw) => draw());
     updateTray();
@@ -129,7 +131,7 @@ function spacesSection({ i, label, spaces, charts }) {
     return h('figure', {}, h('figcaption', {}, name === 'write' ? 'By what they write' : 'By what they read',
       h('span.soft', {}, `, ${percent((first ?? 0) + (second ?? 0))} of the variance`)), made.node);
   });
-  return section('Among all heads', 'Each dot is a head; near ones write into (read from) similar directions of the stream: the two leading principal components of the projections onto these spaces, coloured by layer. Two axes hold only a small part of so many dimensions.',
+  return section('Among all heads', 'Each dot is a head; near ones write into (read from) similar directions of the stream: the two leading principal components of the projections onto these spaces, coloured by layer, the last ones strongest. Two axes hold only a small part of so many dimensions.',
     h('div.spaces', {}, h('div.plane-row', {}, maps), near.length ? h('div', {}, h('h4', {}, 'Shares most write directions with'), h('table.links', {},
       h('thead', {}, h('tr', {}, [['Head'], ['Directions', 'num'], ['z', 'num']].map(([t, c]) => h(c ? `th.${c}` : 'th', { scope: 'col' }, t)))),
       h('tbody', {}, near.map(([other, value, share, z]) => h('tr', {}, h('th', { scope: 'row' }, headLink(other)),
@@ -186,6 +188,19 @@ function directionTable(directions, singularValues) {
   return place;
 }
 
+/** Both ends of a direction by their first tokens, a line an end. */
+function directionEnds(direction, count) {
+  const first = (pairs) => h('span.side', {}, pairs.slice(0, count).map(([token]) => tokenChip(data.tokens[token])));
+  return ['plus', 'minus'].map((end) => h('div.chips', {}, h('span.sign', {}, end === 'plus' ? '+' : MINUS),
+    first(direction.reads[end]), h('span.soft', {}, '→'), first(direction.writes[end])));
+}
+
+/** What a head reads and writes, for a tooltip; nothing until the cards are read, which this sets off. */
+function strongestEnds(i) {
+  const direction = data.cardNow(i)?.directions?.[0];
+  return direction ? h('div.tip-ends', {}, h('div.soft', {}, 'strongest direction, reads → writes'), directionEnds(direction, 3)) : null;
+}
+
 function scoreTable(i) {
   let group = null;
   const rows = [];
@@ -203,7 +218,7 @@ function scoreTable(i) {
       h('td.num', {}, isNumber(v) ? h('span.swatch', { style: { background: scale.at(v).css } }) : null, formatIn(scale, v)),
       h('td.num.soft', chance ? { title: `By chance ${formatIn(scale, chance.mean[i])}: ${chance.note}${isNumber(chance.spread?.[i]) ? `; ± ${format(chance.spread[i], { digits: 2 })} over seeds` : ''}` } : {}, isNumber(z) ? `z ${format(z, { sign: true, digits: 2 })}` : ''),
       h('td.place', {}, ticks(values, lo, hi, v)),
-      h('td.num.soft', {}, rank ? `${rank.rank} of ${rank.of}` : '')));
+      h('td.num.soft', {}, rank ? (rank.equal ? 'all equal' : `${rank.rank} of ${rank.of}`) : '')));
   }
   return h('table.scores', {}, h('thead.visually-hidden', {}, h('tr', {}, ['Score', 'Value', 'Standard deviations above chance', 'Among all heads', 'Rank, largest first'].map((t) => h('th', { scope: 'col' }, t)))), h('tbody', {}, rows));
 }

@@ -26,6 +26,8 @@ function prepare(payload) {
     if (!read.has(name)) read.set(name, later.has(name) ? blockText(name).then(JSON.parse) : Promise.resolve(payload[name] ?? null));
     return read.get(name);
   };
+  let cardsRead = null;
+  const cards = once(async () => (cardsRead = await laterSection('cards')));
   return {
     payload, meta, scores, values, prompt, count, nHeads, groupSize, byKey,
     grouped: groupSize > 1,
@@ -54,11 +56,16 @@ function prepare(payload) {
       if (!isNumber(v)) return null;
       let [low, high] = [0, list.length];
       while (low < high) { const mid = (low + high) >> 1; if (list[mid] > v) low = mid + 1; else high = mid; }
-      return { rank: low + 1, of: list.length };
+      return { rank: low + 1, of: list.length, equal: list[0] === list.at(-1) };
     },
     has: (key) => byKey.has(key),
     holds: (name) => later.has(name),
-    cards: () => laterSection('cards'),
+    cards,
+    /** A head's card where the cards have been read; else null, and they are being read. */
+    cardNow(i) {
+      if (!cardsRead) cards();
+      return cardsRead?.[i] ?? null;
+    },
     search: () => laterSection('search'),
     spaces: () => laterSection('spaces'),
     examples: () => laterSection('examples'),
@@ -121,6 +128,7 @@ function describeHead(key, i) {
     h('strong', {}, `Head ${data.label(i)}`),
     data.grouped ? h('span.soft', {}, ` · key/value head ${data.groupOf(i)}`) : null,
     h('div', {}, `${score.label} `, h('b.num', {}, format(data.value(key, i), { sign: score.diverging }))),
-    rank ? h('div.soft', {}, `${rank.rank} of ${rank.of}, largest first`) : h('div.soft', {}, 'not defined for this head'),
+    h('div.soft', {}, !rank ? 'not defined for this head' : rank.equal ? 'equal in all heads' : `${rank.rank} of ${rank.of}, largest first`),
+    strongestEnds(i),
   ];
 }

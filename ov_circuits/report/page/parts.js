@@ -121,8 +121,11 @@ function legend(scale, values, { label = 'Colour range' } = {}) {
   return h('div.legend', { role: 'img', 'aria-label': `${label}: ${format(scale.lo)} to ${format(scale.hi)}` },
     ticks(values, scale.lo, scale.hi),
     h('div.legend-bar', { style: { background: `linear-gradient(90deg, ${stops})` } }),
-    h('div.legend-ends', {}, ends.map((v) => h('span', {}, formatIn(scale, v).replace(/(\.\d*?)0+$/, '$1').replace(/\.$/, '')))));
+    h('div.legend-ends', {}, ends.map((v) => h('span', {}, roundEnd(scale, v)))));
 }
+
+/** A number at the end of a scale, without the zeros that a column would want. */
+const roundEnd = (scale, v) => formatIn(scale, v).replace(/(\.\d*?)0+$/, '$1').replace(/\.$/, '');
 
 /** A rug of all values as one path; `mark` is drawn over it. */
 function ticks(values, lo, hi, mark = null) {
@@ -181,7 +184,7 @@ function tokenBars(tokens, values, { diverging, label, say }) {
       })),
       h('div.bar-label', {}, tokenChip(token)));
   });
-  const mark = (v) => h('span.num', { style: { top: `${((top - v) / span) * 110}px` } }, format(v, { digits: 2 }));
+  const mark = (v) => h('span.num', { style: { top: `${((top - v) / span) * 110}px` } }, roundEnd(scale, v));
   const axis = h('div.bar-axis', { 'aria-hidden': 'true' }, [...new Set([top, 0, bottom])].filter((v) => v === 0 || Math.abs(v) > 0.12 * span).map(mark));
   const chart = h('div.token-bars', { role: 'img', 'aria-label': label, style: { '--zero': `${(top / span) * 100}%` } }, axis, columns);
   return h('div.scroll', { tabindex: '0', role: 'group', 'aria-label': label }, tellOnHover(chart, (k) => [

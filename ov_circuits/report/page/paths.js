@@ -137,7 +137,7 @@ function pathGraph(paths, focus) {
       const i = Number(head.dataset.head);
       light(new Set(touched.get(i)));
       const [from, to] = ['to', 'from'].map((own) => paths.filter((path) => path[own] === i).length);
-      showTooltip([h('strong', {}, `Head ${data.label(i)}`), h('div.soft', {}, `${from} in, ${to} out, of the paths shown`)], event.clientX, event.clientY);
+      showTooltip([h('strong', {}, `Head ${data.label(i)}`), h('div.soft', {}, `${from} in, ${to} out, of the paths shown`), strongestEnds(i)], event.clientX, event.clientY);
     } else {
       light(null);
       hideTooltip();

@@ -170,7 +170,7 @@ function promptView() {
     if (focused) layerPlace.querySelector('[aria-pressed="true"]').focus();
     chosen.replaceChildren(parts, h('p', {}, headLink(i, { text: `All of head ${data.label(i)} ›`, className: 'plain-link' })));
   }
-  const ranking = (title, list) => list.length ? h('div', {}, h('h4', {}, title), h('ol.ranking', {}, list.map(([v, i]) =>
+  const ranking = (title, list) => list.length ? h('div', {}, h('h4', {}, title, state.promptSource === null ? null : [' from ', tokenChip(prompt.tokens[state.promptSource])]), h('ol.ranking', {}, list.map(([v, i]) =>
     h('li', {}, headLink(i), h('span.num', {}, formatIn(data.scale(mapKey()), v)))))) : null;
   const legendPlace = h('div');
   const rankings = h('div.rankings');
@@ -186,7 +186,7 @@ function promptView() {
     if (!map) return;
     map.update();
     legendPlace.replaceChildren(legend(data.scale(mapKey()), data.values[mapKey()], { label: 'Attribution' }));
-    rankings.replaceChildren(...[ranking('Most for', mostFor(1)), ranking('Most against', mostFor(-1))].filter(Boolean));
+    rankings.replaceChildren(...[ranking('Heads most for it', mostFor(1)), ranking('Heads most against it', mostFor(-1))].filter(Boolean));
     const source = state.promptSource;
     mapLead.replaceChildren(...(source === null
       ? ['What each head moves from its source tokens (its value bias is a line of the account). Choose a token of the prompt to see what the heads carry from it.']
@@ -207,8 +207,8 @@ function promptView() {
       h('p.facts', {}, `${prompt.tokens.length} tokens. `, prompt.bos_added ? 'A beginning-of-text token was put in front of the prompt; it is part of every number here.' : 'No token was added to the prompt.')),
     strip,
     explained ? h('div.prompt-columns', {},
-      h('section', {}, h('h3', {}, 'The account'), h('p.lead', {}, ['Every part of the model that adds to the ', quantity(), ', through the final norm at its actual scale. This is the direct effect: what later layers would make up for is not in it.']), toggle, account),
-      map ? h('section', {}, h('h3', {}, 'Heads'), mapLead, map.node, legendPlace, rankings) : null) : null,
+      h('section', {}, h('h3', {}, 'The account'), h('p.lead', {}, ['Every part of the model that adds to the ', quantity(), ', through the final norm at its actual scale. This is the direct effect: what later layers would make up for is not in it.']), toggle, account, rankings),
+      map ? h('section', {}, h('h3', {}, 'Heads'), mapLead, map.node, legendPlace) : null) : null,
     ablation?.node,
     h('section', {}, h('h3', {}, 'One head on this prompt'), h('div.prompt-choice', {}, h('div.field', {}, h('label', { for: 'prompt-layer' }, 'Layer'), layerChoice), h('div.field', {}, h('label', { for: 'prompt-head' }, 'Head'), headChoice)),
       layerPlace, chosen), received?.node);
