@@ -118,6 +118,34 @@ def test_hover_and_focus_tell_values(tab, pages):
     assert page.locator(".tooltip").is_hidden()
 
 
+def test_the_atlas_tells_what_a_head_reads_and_writes(tab, pages):
+    words = [" in", " the", " house", " cat"]
+    page = tab().open(pages(tokens=words, sets=False))
+    page.wait_for_selector("table.heads td.ends .token")
+    made = make_payload(tokens=words, sets=False)
+    direction = made["cards"][8]["directions"][0]
+    ends = [
+        [made["tokens"][token].replace(" ", "·") for token, _ in direction[side][end][:3]]
+        for end in ("plus", "minus")
+        for side in ("reads", "writes")
+    ]
+    row = page.locator("table.heads tbody tr", has=page.locator("a[href='#1.2']"))
+    page.hover(".map-panel .cell >> nth=8")
+    for place in (row, page.locator(".tooltip")):
+        sides = place.locator(".side")
+        assert [sides.nth(k).locator(".token").all_text_contents() for k in range(4)] == ends
+
+
+def test_what_is_equal_in_all_heads_has_no_rank(tab, tmp_path):
+    payload = make_payload(n_layers=2, n_heads=2)
+    payload["values"]["frobenius_norm"] = [1.5] * 4
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path, "#0.1")
+    page.wait_for_selector("table.scores")
+    assert "all equal" in page.inner_text("table.scores tr:has-text('Frobenius norm of OV')")
+
+
 def test_keyboard_moves_opens_and_leaves(tab, pages):
     page = tab().open(pages())
     page.focus(".map-panel .cell >> nth=0")

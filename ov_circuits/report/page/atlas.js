@@ -70,7 +70,7 @@ function atlasView() {
 
   function refresh() {
     const score = data.byKey.get(state.score);
-    about.replaceChildren(h('p', {}, score.note ?? '', ' ', h('span.source', {}, score.source ?? '')));
+    about.replaceChildren(h('p', {}, withFormulas(score.note ?? ''), ' ', h('span.source', {}, score.source ?? '')));
     legendPlace.replaceChildren(legend(data.scale(state.score), data.values[state.score], { label: score.label }));
     map.update();
     table.update();
@@ -240,7 +240,7 @@ function headTable() {
   const ROWS = 40;
   // The first direction's tokens stand beside the scores: in a column that is filled when the map has been painted.
   const cards = data.tokens.length ? painted().then(data.cards) : null;
-  const COLUMNS = cards ? 4 : 7;
+  const COLUMNS = !cards ? 7 : matchMedia('(max-width: 640px)').matches ? 2 : 4;
   const endsCell = (i) => {
     const cell = h('td.ends');
     cards.then((all) => { if (all[i].directions?.length) cell.append(...directionEnds(all[i].directions[0], 3)); });

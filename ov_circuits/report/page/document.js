@@ -81,5 +81,8 @@ function tellOnHover(container, describe) {
 /** W_V W_O with its letters below the line. */
 const formula = (text) => h('span.formula', {}, text.split(/(_[A-Z])/).map((part) => (/^_[A-Z]$/.test(part) ? h('sub', {}, part[1]) : part)));
 
+/** Running text in which W_V, or a product of such, is a formula. */
+const withFormulas = (text) => text.split(/(W_[A-Z](?: W_[A-Z])*)/).map((part, k) => (k % 2 ? formula(part) : part));
+
 const section = (title, lead, ...children) =>
   h('section', {}, h('h3', {}, title), lead ? h('p.lead', {}, lead) : null, ...children);

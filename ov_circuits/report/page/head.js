@@ -91,7 +91,7 @@ function spectrumSection({ card, label, charts }) {
   if (card.eigenvalues_ov) planes.push(['Residual space', 'W_V W_O', eigenvalueChart(card.eigenvalues_ov, label, 'OV')]);
   if (card.eigenvalues_full) planes.push(['Vocabulary space', 'W_E W_V W_O W_U', eigenvalueChart(card.eigenvalues_full, label, 'full OV')]);
   charts.push(spectrum.draw, ...planes.map(([, , plane]) => plane.draw));
-  const band = card.null_low?.length ? [' The grey band is chance: ', data.meta.spectrum_null.split(/(W_[A-Z])/).map((part, k) => (k % 2 ? formula(part) : part)), '.'] : null;
+  const band = card.null_low?.length ? [' The grey band is chance: ', withFormulas(data.meta.spectrum_null), '.'] : null;
   return h('div.chart-row', {},
     h('section', {}, h('h3', {}, 'Spectrum'), h('p.lead', {}, spectrumSentence(card), band), spectrum.node),
     h('section.planes', {}, h('h3', {}, 'Eigenvalues'),
