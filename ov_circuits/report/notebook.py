@@ -95,7 +95,7 @@ def trace_html(trace: Trace) -> str:
     """A prompt: its tokens, what the model expects next, and the heads that write most at its end."""
     model = trace.model
     bos = "a beginning-of-text token was put in front" if trace.bos_added else "no token was added"
-    likely = trace.logits[-1].double().softmax(-1).topk(min(5, trace.logits.shape[-1]))
+    likely = trace.record.logits[-1].double().softmax(-1).topk(min(5, trace.record.logits.shape[-1]))
     from ov_circuits.words import token_list
 
     following = " ".join(
