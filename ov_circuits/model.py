@@ -224,13 +224,14 @@ class Model:
     @cached_property
     def embedding(self) -> Rows:
         """W_E [n_vocab, d_model], met in blocks of rows: what scores use, whatever the size of the vocabulary."""
-        return self._source.embedding_rows.map(lambda rows: fold_writer(rows, self.view))
+        view = self.view  # by itself: a model that its own rows hold stays until Python looks for cycles
+        return self._source.embedding_rows.map(lambda rows: fold_writer(rows, view))
 
     @cached_property
     def unembedding(self) -> Rows:
         """W_U^T [n_vocab, d_model], met in blocks of rows; ``model.unembedding.mT`` stands for W_U in products."""
-        gain = self._source.final_gain
-        return self._source.unembedding_rows.map(lambda rows: fold_reader(rows.mT, gain, self.view).mT)
+        gain, view = self._source.final_gain, self.view
+        return self._source.unembedding_rows.map(lambda rows: fold_reader(rows.mT, gain, view).mT)
 
     @cached_property
     def W_E(self) -> Float[Tensor, "n_vocab d_model"]:
@@ -486,7 +487,10 @@ def load(
             torchrun ``"cuda"`` is the process's own GPU. A model in memory runs its prompts where it is.
 
     Returns:
-        The model; weights are read when they are asked for.
+        The model; weights are read when they are asked for. It may be used from several threads, whose prompts run one after
+        another. Pickled or copied (for multiprocessing, joblib, ..), it is what opens it again: name or full path, view, device,
+        adapter, heads taken out; of a model in memory, that model or its tensors. A copy that would not be the same one is
+        refused: the checkpoint there is another by then, :attr:`Model.network` was changed, or it is in a TransformerBridge.
 
     Raises:
         CircuitsError: nothing is there, it is not a checkpoint of a family in the table, or there is no such device.

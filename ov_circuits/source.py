@@ -56,7 +56,10 @@ class Source:
         self.network: Any = network if bridge is None else bridge.original_model
         self.shard: Shard | None = None  # which heads the network holds here; None: all of them
         self.from_bridge = bridge is not None
-        self.intact, self.removed = self, frozenset[tuple[int, int]]()  # see :meth:`without`
+        self.built: Watch | None = None  # the parameters of a network that was made here
+        # See :meth:`without`. Not itself where nothing was taken out: what holds itself stays until Python looks for cycles.
+        self._intact: Source | None = None
+        self.removed = frozenset[tuple[int, int]]()
         self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
         self.family: Family = family_of(checkpoint.config, checkpoint.where)
         self.checkpoint = checkpoint = replace(checkpoint, store=bare_store(checkpoint.store, self.family))
@@ -76,7 +79,7 @@ class Source:
         """See :meth:`ov_circuits.model.Model.without`."""
         if self.shard is not None:
             raise CircuitsError("heads are taken out of a whole model: do it before tensor_parallel spreads it")
-        a, intact, output = self.architecture, self.intact, self.family.projections["O"]
+        a, intact, output = self.architecture, self._intact or self, self.family.projections["O"]
         removed, masks = self.removed | set(heads), {}
         for layer in {layer for layer, _ in removed}:
             silent = torch.zeros(a.n_heads, a.d_head, dtype=torch.bool, device="cpu")
@@ -97,14 +100,19 @@ class Source:
             adapter=None,
         )
         made = Source(checkpoint, intact.device)
-        made.intact, made.removed, made._bridge_tokenizer = intact, removed, intact._bridge_tokenizer
+        made._intact, made.removed, made._bridge_tokenizer = intact, removed, intact._bridge_tokenizer
         return made
 
     def __reduce__(self) -> tuple[Callable[..., Source], tuple[Any, ...]]:
         """What it takes to open it again; see :func:`ov_circuits.model.load`."""
-        if self.intact is not self:
-            return Source.without, (self.intact, sorted(self.removed))
         name = self.checkpoint.name
+        if self.built is not None and (self.built.written or any(map(_has_hooks, self.network.modules()))):
+            raise CircuitsError(
+                f"the network of {name} was changed, and a copy of the model would not have that: copy what ov.load makes of "
+                "model.network itself"
+            )
+        if self._intact is not None:
+            return Source.without, (self._intact, sorted(self.removed))
         if self.shard is not None:
             raise CircuitsError(f"{name} is spread over processes and cannot be pickled: save frames made from it")
         if self.from_bridge:
@@ -302,7 +310,8 @@ class Source:
             self._need(name)
         n, d = self.store.shape(name)
         if 4 * n * d > HELD_EMBEDDING_BYTES and self.store.reads_parts:
-            return Rows((n, d), lambda rows: self.store.read(name, (rows,)))
+            store = self.store
+            return Rows((n, d), lambda rows: store.read(name, (rows,)))
         return Rows.of(self._held.setdefault(name, self.store.read(name)))
 
     @cached_property
@@ -422,6 +431,10 @@ def _reopened(reopen: Callable[[], Source], fingerprint: str) -> Source:
             "back, or open it anew with ov.load"
         )
     return source
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _all_finite(block: Tensor) -> bool:

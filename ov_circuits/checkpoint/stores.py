@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import threading
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
@@ -206,10 +207,9 @@ def load_torch(file: Path, allowed: Sequence[Any] = ()) -> Any:
         if not is_torch(file):
             raise ValueError("it does not begin as one")
         _check_archive(file)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of its own TypedStorage while reading old files
-            with torch.serialization.safe_globals(list(allowed)):
-                return _torch_load(file)
+        # torch warns of its own TypedStorage while reading old files.
+        with no_warnings(), torch.serialization.safe_globals(list(allowed)):
+            return _torch_load(file)
     except CircuitsError:
         raise
     # A damaged pickle sends its reader anywhere: IndexError, AssertionError, MemoryError, struct.error have been seen.
@@ -237,6 +237,17 @@ def state_dict(loaded: Any, file: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         _check_plain(name, tensor, file)
     return tensors
+
+
+_WARNINGS = threading.RLock()
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """No warnings within. How they are filtered is one list a process: of two threads, the later one would put back the other's."""
+    with _WARNINGS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

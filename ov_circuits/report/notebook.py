@@ -201,7 +201,7 @@ def board_html(board: pd.DataFrame) -> str | None:
 
     known = all_scores()
     keys = [key for key in board.columns if key in known]
-    if not keys or not {"head", "layer", "index"} <= set(board.columns) or not board.columns.is_unique:
+    if not keys or board.empty or not {"head", "layer", "index"} <= set(board.columns) or not board.columns.is_unique:
         return None
     shown = board if len(board) <= _ROWS else board.head(_ROWS)
     tokens = [name for name in TOKEN_COLUMNS[:2] if name in board]
