@@ -13,6 +13,7 @@ from functools import cache, wraps
 from typing import Any, TypeVar
 
 from ov_circuits.errors import CircuitsError, is_one_number, is_whole
+from ov_circuits.modes import ordinary
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,7 +41,7 @@ _WORDS = {
 
 
 def checked(function: F) -> F:
-    """The function, which refuses arguments that are not of the kinds that its annotations name.
+    """The function, which refuses arguments that are not of the kinds that its annotations name; see also :mod:`ov_circuits.modes`.
 
     Raises:
         CircuitsError: from the function that is given back: an argument is of another kind.
@@ -48,6 +49,7 @@ def checked(function: F) -> F:
     signature = inspect.signature(function)
     kinds = {name: p.annotation for name, p in signature.parameters.items() if isinstance(p.annotation, str)}
 
+    @ordinary
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

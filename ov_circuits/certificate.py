@@ -232,9 +232,9 @@ def _check_pattern(trace: Trace) -> Check:
 
 
 def _check_ledger(trace: Trace) -> Check:
-    top = trace.logits[-1].topk(min(2, trace.logits.shape[-1])).indices.tolist()
+    top = trace.record.logits[-1].topk(min(2, trace.record.logits.shape[-1])).indices.tolist()
     frame = trace.ledger(*top)
-    scale = max(float(trace.logits[-1].abs().max()), 1e-12)
+    scale = max(float(trace.record.logits[-1].abs().max()), 1e-12)
     detail = f"{frame.attrs['quantity']}: {frame.attrs['logit']:.6g}, account {frame.attrs['total']:.6g}"
     # The account takes the embedding from the run: that it is the checkpoint's W_E is compared by itself.
     embedding = float(_relative(trace.model.embedding[list(trace.tokens)].double(), trace.record.embedding))

@@ -385,7 +385,7 @@ def _measure_relation(
     for column, (trace, target) in enumerate(zip(traces, targets, strict=True)):
         weighting = {foil: -1.0 / (len(foils) - 1) for foil in foils if foil != target} | {target: 1.0}
         weightings.append((list(weighting), torch.tensor(list(weighting.values()), dtype=torch.float64, device="cpu")))
-        right += int(trace.logits[-1, foils].argmax()) == foils.index(target)
+        right += int(trace.record.logits[-1, foils].argmax()) == foils.index(target)
         reading, s = logit_reading(trace, weighting), trace.position(source)
         for row, head in enumerate(heads):
             record, index, weights = trace.parts(head)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from einops import repeat
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from ov_circuits.checkpoint.norms import QKNorm
 from ov_circuits.linalg.lowrank import LowRank
+from ov_circuits.modes import ordinary_class
 
 
+@ordinary_class
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer's attention, split into heads, in one weight view. Absent biases are None, not zeros.
@@ -87,6 +90,11 @@ class Layer:
         group = self.W_Q.shape[0] // tensor.shape[0]
         return tensor if group == 1 else repeat(tensor, "kv ... -> (kv group) ...", group=group)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights and biases that there are, by name."""
+        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
     @cached_property
     def finite_heads(self) -> Bool[Tensor, " head"]:
         """Which query heads have no NaN or infinity in W_Q, W_K, W_V, W_O or their biases."""
@@ -104,9 +112,7 @@ class Layer:
 
     @cached_property
     def _zeroed(self) -> Layer:
-        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
-        tensors = {name: getattr(self, name) for name in names}
-        zeroed = {n: t.nan_to_num(0.0, 0.0, 0.0) for n, t in tensors.items() if t is not None}
+        zeroed: dict[str, Any] = {n: t.nan_to_num(0.0, 0.0, 0.0) for n, t in self.tensors().items() if n != "b_O"}
         return replace(self, **zeroed)
 
     @cached_property

@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -33,6 +34,7 @@ from ov_circuits.folding import (
 from ov_circuits.layer import Layer
 from ov_circuits.linalg.lowrank import Grams, LowRank, Sandwich
 from ov_circuits.linalg.rows import Rows
+from ov_circuits.modes import ordinary_class
 from ov_circuits.shown import notebook_html
 from ov_circuits.source import Source
 
@@ -48,6 +50,7 @@ __all__ = ["Head", "Layer", "Model", "load"]
 _LABEL = re.compile(r"(?:L([0-9]{1,6})H([0-9]{1,6})|([0-9]{1,6})\.([0-9]{1,6}))", re.IGNORECASE)
 
 
+@ordinary_class
 class Model:
     """A checkpoint seen as heads, in one weight view. Nothing is read until it is asked for.
 
@@ -64,6 +67,9 @@ class Model:
         self._source, self.view = source, view
         self.name = source.checkpoint.name
         self.architecture = source.architecture
+
+    def __reduce__(self) -> tuple[type[Model], tuple[Source, View]]:
+        return Model, (self._source, self.view)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +169,7 @@ class Model:
     # -- heads --------------------------------------------------------------------------------------------------------
 
     def layer(self, index: int) -> Layer:
-        """A layer's attention in this view; the three most recent layers are kept.
+        """A layer's attention in this view; the three most recent layers are kept, and read anew once torch has written into one.
 
         Raises:
             CircuitsError: the model has no such layer.
@@ -211,43 +217,44 @@ class Model:
 
     def split_W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
         """A layer's attention output projection as one block a head, [n_heads, d_head, d_model], in this view."""
-        return self.layer(layer).W_O
+        return self.layer(layer).W_O.clone()
 
     # -- embedding and unembedding ------------------------------------------------------------------------------------
 
     @cached_property
     def embedding(self) -> Rows:
         """W_E [n_vocab, d_model], met in blocks of rows: what scores use, whatever the size of the vocabulary."""
-        return self._source.embedding_rows.map(lambda rows: fold_writer(rows, self.view))
+        view = self.view  # by itself: a model that its own rows hold stays until Python looks for cycles
+        return self._source.embedding_rows.map(lambda rows: fold_writer(rows, view))
 
     @cached_property
     def unembedding(self) -> Rows:
         """W_U^T [n_vocab, d_model], met in blocks of rows; ``model.unembedding.mT`` stands for W_U in products."""
-        gain = self._source.final_gain
-        return self._source.unembedding_rows.map(lambda rows: fold_reader(rows.mT, gain, self.view).mT)
+        gain, view = self._source.final_gain, self.view
+        return self._source.unembedding_rows.map(lambda rows: fold_reader(rows.mT, gain, view).mT)
 
     @cached_property
     def W_E(self) -> Float[Tensor, "n_vocab d_model"]:
         """W_E whole in memory, [n_vocab, d_model]: times Gemma's or Granite's factor, after BLOOM's norm."""
-        return self.embedding.tensor()
+        return self.embedding.copy()
 
     @cached_property
     def W_pos(self) -> Float[Tensor, "n_ctx d_model"] | None:
         """Learned position embedding [n_ctx, d_model], row 0 that of position 0; None where positions are not learned."""
         positions = self._source.position_embedding
-        return None if positions is None else fold_writer(positions, self.view)
+        return None if positions is None else fold_writer(positions, self.view).clone()
 
     @cached_property
     def W_U(self) -> Float[Tensor, "d_model n_vocab"]:
         """Unembedding [d_model, n_vocab], whole in memory; a factor on all logits (Cohere, Granite) is not in it."""
-        return self.unembedding.tensor().mT
+        return self.unembedding.copy().mT
 
     @cached_property
     def b_U(self) -> Float[Tensor, " n_vocab"] | None:
         """The unembedding's bias (Phi, GPT-J) and, unless raw, the final norm's seen through it, [n_vocab]; None without either."""
         s = self._source
         if self.view == "raw" or s.final_bias is None:
-            return s.unembedding_bias
+            return None if s.unembedding_bias is None else s.unembedding_bias.clone()
         added = s.unembedding_rows @ s.final_bias.double()
         return (added if s.unembedding_bias is None else s.unembedding_bias + added).to(s.final_bias)
 
@@ -334,9 +341,10 @@ class Model:
         return verify(self)
 
 
+@ordinary_class
 @dataclass(frozen=True)
 class Head:
-    """One query head of a model, in the model's weight view."""
+    """One query head of a model, in the model's weight view. Its tensors are copies: what is written into them stays there."""
 
     model: Model
     layer: int
@@ -365,42 +373,42 @@ class Head:
     @property
     def W_Q(self) -> Float[Tensor, "d_model d_head"]:
         """[d_model, d_head]."""
-        return self._layer.W_Q[self.index]
+        return self._layer.W_Q[self.index].clone()
 
     @property
     def W_K(self) -> Float[Tensor, "d_model d_head"]:
         """[d_model, d_head], of its key/value head."""
-        return self._layer.W_K[self.kv_head]
+        return self._layer.W_K[self.kv_head].clone()
 
     @property
     def W_V(self) -> Float[Tensor, "d_model d_head"]:
         """[d_model, d_head], of its key/value head."""
-        return self._layer.W_V[self.kv_head]
+        return self._layer.W_V[self.kv_head].clone()
 
     @property
     def W_O(self) -> Float[Tensor, "d_head d_model"]:
         """[d_head, d_model]: rows ``index * d_head`` to ``(index + 1) * d_head`` of the (in, out) output projection."""
-        return self._layer.W_O[self.index]
+        return self._layer.W_O[self.index].clone()
 
     @property
     def b_Q(self) -> Float[Tensor, " d_head"] | None:
         """[d_head] or None."""
-        return None if self._layer.b_Q is None else self._layer.b_Q[self.index]
+        return None if self._layer.b_Q is None else self._layer.b_Q[self.index].clone()
 
     @property
     def b_K(self) -> Float[Tensor, " d_head"] | None:
         """[d_head] or None."""
-        return None if self._layer.b_K is None else self._layer.b_K[self.kv_head]
+        return None if self._layer.b_K is None else self._layer.b_K[self.kv_head].clone()
 
     @property
     def b_V(self) -> Float[Tensor, " d_head"] | None:
         """[d_head] or None; ``b_V @ W_O`` is written at every position, whatever is attended to."""
-        return None if self._layer.b_V is None else self._layer.b_V[self.kv_head]
+        return None if self._layer.b_V is None else self._layer.b_V[self.kv_head].clone()
 
     @property
     def ov(self) -> LowRank:
         """W_V W_O, [d_model, d_model]: what is written for what is read (Elhage et al. 2021)."""
-        return self._layer.ov[self.index]
+        return self._layer.ov[self.index].copy()
 
     @property
     def ov_update(self) -> LowRank:
@@ -410,7 +418,7 @@ class Head:
     @property
     def qk(self) -> LowRank:
         """W_Q W_K^T times the score scale, [d_model, d_model]; rows are queries. For rotary models: at offset 0, one of many."""
-        return self._layer.qk[self.index]
+        return self._layer.qk[self.index].copy()
 
     @property
     def full_ov(self) -> LowRank:
@@ -479,14 +487,31 @@ def load(
             torchrun ``"cuda"`` is the process's own GPU. A model in memory runs its prompts where it is.
 
     Returns:
-        The model; weights are read when they are asked for.
+        The model; weights are read when they are asked for. It may be used from several threads, whose prompts run one after
+        another. Pickled or copied (for multiprocessing, joblib, ..), it is what opens it again: name or full path, view, device,
+        adapter, heads taken out; of a model in memory, that model or its tensors. A copy that would not be the same one is
+        refused: the checkpoint there is another by then, :attr:`Model.network` was changed, or it is in a TransformerBridge.
 
     Raises:
         CircuitsError: nothing is there, it is not a checkpoint of a family in the table, or there is no such device.
     """
-    source = _open(x, config, revision, adapter, device_of(device))
+    source = _opened(x, config, revision, adapter, device_of(device))
     chosen = default_view(source.architecture) if view is None else check_view(view, source.architecture)
     return Model(source, chosen)
+
+
+def _opened(x: Any, *how: Any) -> Source:
+    """A source that knows how to open itself again."""
+    from ov_circuits.checkpoint.locate import lasting
+
+    source = _open(x, *how)
+    config, revision, adapter, device = how
+    if isinstance(x, Mapping):
+        x = dict(x)  # what is put in a tensor's place later is not part of this model
+    elif x is None or isinstance(x, (str, os.PathLike)):
+        x, adapter = lasting(x), None if adapter is None else lasting(Path(adapter))
+    source.reopen = partial(_opened, x, config, revision, adapter, device)
+    return source
 
 
 def _open(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from ov_circuits.checkpoint.layout import Architecture, Family, Role
 from ov_circuits.checkpoint.locate import Checkpoint
 from ov_circuits.checkpoint.lora import Adapter, Update
 from ov_circuits.checkpoint.norms import Norm, QKNorm
-from ov_circuits.checkpoint.stores import MemoryStore, PlacedStore, ReadOnce, SilencedStore, TensorStore
+from ov_circuits.checkpoint.stores import MemoryStore, PlacedStore, ReadOnce, SilencedStore, TensorStore, Watch
 from ov_circuits.checkpoint.tokenizer import MissingTokenizer, Tokenizer
 from ov_circuits.errors import CircuitsError
 from ov_circuits.folding import (
@@ -51,11 +51,15 @@ class Source:
         self, checkpoint: Checkpoint, device: torch.device, *, bridge: Any = None, network: Any = None
     ) -> None:
         self.device = device
+        self.reopen: Callable[[], Source] | None = None  # how it was opened, for those who copy it
         # The user's own transformers model, or the one that trace.engines makes when a prompt is first run.
         self.network: Any = network if bridge is None else bridge.original_model
         self.shard: Shard | None = None  # which heads the network holds here; None: all of them
         self.from_bridge = bridge is not None
-        self.intact, self.removed = self, frozenset[tuple[int, int]]()  # see :meth:`without`
+        self.built: Watch | None = None  # the parameters of a network that was made here
+        # See :meth:`without`. Not itself where nothing was taken out: what holds itself stays until Python looks for cycles.
+        self._intact: Source | None = None
+        self.removed = frozenset[tuple[int, int]]()
         self._bridge_tokenizer = None if bridge is None else bridge.tokenizer
         self.family: Family = family_of(checkpoint.config, checkpoint.where)
         self.checkpoint = checkpoint = replace(checkpoint, store=bare_store(checkpoint.store, self.family))
@@ -67,7 +71,7 @@ class Source:
         )
         if device.type != "cpu":
             self.store = PlacedStore(self.store, device)
-        self._layers: OrderedDict[tuple[int, View], Layer] = OrderedDict()
+        self._layers: OrderedDict[tuple[int, View], tuple[Layer, Watch]] = OrderedDict()
         self._held: dict[str, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -75,7 +79,7 @@ class Source:
         """See :meth:`ov_circuits.model.Model.without`."""
         if self.shard is not None:
             raise CircuitsError("heads are taken out of a whole model: do it before tensor_parallel spreads it")
-        a, intact, output = self.architecture, self.intact, self.family.projections["O"]
+        a, intact, output = self.architecture, self._intact or self, self.family.projections["O"]
         removed, masks = self.removed | set(heads), {}
         for layer in {layer for layer, _ in removed}:
             silent = torch.zeros(a.n_heads, a.d_head, dtype=torch.bool, device="cpu")
@@ -96,20 +100,44 @@ class Source:
             adapter=None,
         )
         made = Source(checkpoint, intact.device)
-        made.intact, made.removed, made._bridge_tokenizer = intact, removed, intact._bridge_tokenizer
+        made._intact, made.removed, made._bridge_tokenizer = intact, removed, intact._bridge_tokenizer
         return made
+
+    def __reduce__(self) -> tuple[Callable[..., Source], tuple[Any, ...]]:
+        """What it takes to open it again; see :func:`ov_circuits.model.load`."""
+        name = self.checkpoint.name
+        if self.built is not None and (self.built.written or any(map(_has_hooks, self.network.modules()))):
+            raise CircuitsError(
+                f"the network of {name} was changed, and a copy of the model would not have that: copy what ov.load makes of "
+                "model.network itself"
+            )
+        if self._intact is not None:
+            return Source.without, (self._intact, sorted(self.removed))
+        if self.shard is not None:
+            raise CircuitsError(f"{name} is spread over processes and cannot be pickled: save frames made from it")
+        if self.from_bridge:
+            raise CircuitsError(
+                f"{name} is in a TransformerBridge, which cannot be pickled: open the bridge's original_model instead, "
+                "or open it anew in each process"
+            )
+        assert self.reopen is not None
+        self.store.check_unchanged()
+        return _reopened, (self.reopen, self.fingerprint)
 
     def layer(self, index: int, view: View) -> Layer:
         """A layer in a view, from the cache of recent ones."""
         key = (index, view)
         self.store.check_unchanged()
         with self._lock:  # layers are scored side by side
-            if key not in self._layers:
-                self._layers[key] = self.read_layer(index, view, range(self.architecture.n_heads))
+            if (
+                key not in self._layers or self._layers[key][1].written
+            ):  # what a caller writes into a layer is the caller's
+                layer = self.read_layer(index, view, range(self.architecture.n_heads))
+                self._layers[key] = layer, Watch(layer.tensors().values())
                 while len(self._layers) > _CACHED_LAYERS:
                     self._layers.popitem(last=False)
             self._layers.move_to_end(key)
-            return self._layers[key]
+            return self._layers[key][0]
 
     def read_layer(self, index: int, view: View, heads: range) -> Layer:
         """A layer with some of its query heads, in a view; see :meth:`ov_circuits.model.Model.layer_part`."""
@@ -282,7 +310,8 @@ class Source:
             self._need(name)
         n, d = self.store.shape(name)
         if 4 * n * d > HELD_EMBEDDING_BYTES and self.store.reads_parts:
-            return Rows((n, d), lambda rows: self.store.read(name, (rows,)))
+            store = self.store
+            return Rows((n, d), lambda rows: store.read(name, (rows,)))
         return Rows.of(self._held.setdefault(name, self.store.read(name)))
 
     @cached_property
@@ -387,6 +416,25 @@ class Source:
             return self.tokenizer is not None
         except MissingTokenizer:  # a broken one is said
             return False
+
+
+def _reopened(reopen: Callable[[], Source], fingerprint: str) -> Source:
+    """A copy of a source.
+
+    Raises:
+        CircuitsError: what is there now is another checkpoint than the one that was copied, or nothing.
+    """
+    source = reopen()
+    if source.fingerprint != fingerprint:
+        raise CircuitsError(
+            f"{source.checkpoint.where} holds another checkpoint than when this model was pickled: put the former one "
+            "back, or open it anew with ov.load"
+        )
+    return source
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _all_finite(block: Tensor) -> bool:

@@ -1,10 +1,11 @@
-"""torch's default precision and device are the user's: whatever they are, the numbers are the same ones."""
+"""torch's default precision, device and modes are the user's: whatever they are, the numbers are the same ones."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import ov_circuits as ov
+from ov_circuits.modes import ordinary as ordinary_function
 
 TEXT = "the people of the United States and the people of the United"
 PROMPTS = [
@@ -71,17 +73,46 @@ def ordinary() -> Callable[[str], Any]:
     return lambda name: found[name] if name in found else found.setdefault(name, WORKS[name]())
 
 
-# A tensor on "meta" has no numbers: whatever meets one fails.
-@pytest.mark.parametrize("defaults", ["bfloat16", "float64", "meta"])
+STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "bfloat16": lambda: precision(torch.bfloat16),
+    "float64": lambda: precision(torch.float64),
+    "meta": lambda: device("meta"),  # a tensor there has no numbers: whatever meets one fails
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("defaults", STATES)
 @pytest.mark.parametrize("name", WORKS)
 def test_numbers_do_not_depend_on_torchs_defaults(ordinary: Callable[[str], Any], name: str, defaults: str) -> None:
     right = ordinary(name)
-    with device(defaults) if defaults == "meta" else precision(getattr(torch, defaults)):
+    with STATES[defaults]():
         found = WORKS[name]()
     if isinstance(right, pd.DataFrame):
         pd.testing.assert_frame_equal(found, right, rtol=1e-12)
     else:
         torch.testing.assert_close(found, right, rtol=1e-12, atol=0, equal_nan=True)
+        assert not found.is_inference() and not found.requires_grad
+
+
+@pytest.mark.parametrize("kind", [ov.Model, ov.Layer, ov.Head, ov.LowRank, ov.Trace, ov.Generation])
+def test_no_method_or_property_runs_in_a_mode_of_the_callers(kind: type) -> None:
+    """Each would otherwise be one more of the works above."""
+    inside = [name for name, member in vars(kind).items() if not name.startswith("_") and not _is_ordinary(member)]
+    assert not inside
+
+
+def _is_ordinary(member: Any) -> bool:
+    function = getattr(member, "fget", None) or getattr(member, "func", None) or member
+    # Whatever was wrapped for another reason: a class's decorator comes last, and is outermost.
+    return not isfunction(function) or function.__code__ is ordinary_function(lambda: None).__code__  # type: ignore[attr-defined]
+
+
+def test_the_modes_are_the_callers_again_afterwards() -> None:
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ov.CircuitsError, match="no head 99"):
+            ov.load().head("99.0")
+        assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
 
 
 _DATA = {"tensor", "as_tensor", "asarray", "full"}  # what they are given says what they hold

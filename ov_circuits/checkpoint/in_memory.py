@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ov_circuits.checkpoint.locate import Checkpoint, refuse_packed
-from ov_circuits.checkpoint.stores import MemoryStore
+from ov_circuits.checkpoint.stores import MemoryStore, no_warnings
 from ov_circuits.errors import CircuitsError
 
 
@@ -122,8 +121,7 @@ def _as_tensor(name: str, x: Tensor | np.ndarray[Any, np.dtype[Any]]) -> Tensor:
     if isinstance(x, Tensor):
         return x
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an array that may not be written to; nothing here writes
+        with no_warnings():  # of an array that may not be written to; nothing here writes
             return torch.from_numpy(x)
     except (TypeError, ValueError) as error:
         raise CircuitsError(

@@ -141,7 +141,7 @@ def _open_named(name: str | os.PathLike[str] | None, revision: str | None) -> Ch
             "comes with the package"
         )
     path = user_path(name)
-    if isinstance(name, os.PathLike) or _looks_like_path(str(name)) or exists(path):
+    if _is_path(name):
         if revision is not None:
             raise CircuitsError(f"{path} is a path; a revision ({revision}) belongs to a hub name")
         return open_path(path)
@@ -285,6 +285,17 @@ def _fetched(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise CircuitsError(f"{name} is not on this machine yet; run once: ov-circuits fetch {name}")
     return folder
+
+
+def lasting(name: str | os.PathLike[str] | None) -> str | Path | None:
+    """What names the same checkpoint from any working folder."""
+    if name is None:
+        return None
+    return user_path(name).absolute() if _is_path(name) else os.fspath(name)
+
+
+def _is_path(name: str | os.PathLike[str]) -> bool:
+    return isinstance(name, os.PathLike) or _looks_like_path(str(name)) or exists(user_path(name))
 
 
 def _looks_like_path(name: str) -> bool:

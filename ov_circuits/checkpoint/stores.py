@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import threading
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -206,10 +207,9 @@ def load_torch(file: Path, allowed: Sequence[Any] = ()) -> Any:
         if not is_torch(file):
             raise ValueError("it does not begin as one")
         _check_archive(file)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of its own TypedStorage while reading old files
-            with torch.serialization.safe_globals(list(allowed)):
-                return _torch_load(file)
+        # torch warns of its own TypedStorage while reading old files.
+        with no_warnings(), torch.serialization.safe_globals(list(allowed)):
+            return _torch_load(file)
     except CircuitsError:
         raise
     # A damaged pickle sends its reader anywhere: IndexError, AssertionError, MemoryError, struct.error have been seen.
@@ -237,6 +237,17 @@ def state_dict(loaded: Any, file: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         _check_plain(name, tensor, file)
     return tensors
+
+
+_WARNINGS = threading.RLock()
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """No warnings within. How they are filtered is one list a process: of two threads, the later one would put back the other's."""
+    with _WARNINGS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager
@@ -315,20 +326,31 @@ def _torch_load(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
+class Watch:
+    """Whether torch has written into tensors since they were first seen; what numpy writes into them is not noticed."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._seen = self._count()
+
+    def _count(self) -> int:
+        # torch counts what is written into a tensor (an optimizer's step, load_state_dict), whoever holds it.
+        return sum([tensor._version for tensor in self._tensors])
+
+    @property
+    def written(self) -> bool:
+        return self._count() != self._seen
+
+
 class MemoryStore(_OpenTensors):
     """Tensors that are in memory already (a state dict); only what must become float32 or lies on a device is copied."""
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str = "memory") -> None:
         self._tensors, self._origin = dict(tensors), origin
-        self._watched = [tensor for tensor in self._tensors.values() if not tensor.is_inference()]
-        self._changes = self._count_changes()
-
-    def _count_changes(self) -> int:
-        # torch counts what is written into a tensor (an optimizer's step, load_state_dict), whoever holds it.
-        return sum([tensor._version for tensor in self._watched])
+        self._watch = Watch(self._tensors.values())
 
     def check_unchanged(self) -> None:
-        if self._count_changes() != self._changes:
+        if self._watch.written:
             raise CircuitsError(
                 f"the weights of {self._origin} were changed after they were opened, and some that were read before are "
                 "still in use: open them again with ov.load, which costs nothing"

@@ -26,6 +26,7 @@ from torch import Tensor
 from ov_circuits.arguments import checked
 from ov_circuits.linalg.products import product, row_gram
 from ov_circuits.linalg.rows import Columns, Rows
+from ov_circuits.modes import ordinary_class
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class SingularPairs:
     V: Tensor
 
 
+@ordinary_class
 class Spectrum:
     """The numbers of a matrix M that follow from two small ones.
 
@@ -107,6 +109,7 @@ class Spectrum:
         return self.singular_values[..., 0]
 
 
+@ordinary_class
 class LowRank(Spectrum):
     """The product ``left @ right``, never formed unless :meth:`dense` is called.
 
@@ -146,6 +149,10 @@ class LowRank(Spectrum):
     def rank(self) -> int:
         """The inner dimension r: an upper bound of the rank."""
         return self.left.shape[-1]
+
+    def copy(self) -> LowRank:
+        """The same with factors of its own."""
+        return LowRank(self.left.clone(), self.right.clone())
 
     @property
     def T(self) -> LowRank:
@@ -261,6 +268,7 @@ class LowRank(Spectrum):
         return found.largest if largest else found.smallest
 
 
+@ordinary_class
 @dataclass(frozen=True)
 class Grams:
     """What all heads of a model share when their circuits are seen from the vocabulary: three [d_model, d_model] matrices.
@@ -302,6 +310,7 @@ class Grams:
         return Grams(*(done[id(matrix)] for matrix in (self.read, self.write, self.cross)))
 
 
+@ordinary_class
 class Sandwich(LowRank):
     """E (A B) U for long E [n, d] and U [d, m] whose Gram matrices are known: a full OV circuit.
 

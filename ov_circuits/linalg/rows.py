@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ov_circuits.linalg.products import times_transpose
+from ov_circuits.modes import ordinary_class
 
 # Of a block in float32. Large enough that its products run at full speed, small beside everything else that is held.
 BLOCK_BYTES = 16 * 2**20
 
 
+@ordinary_class
 class Rows:
     """A matrix [n, d] whose rows are read when they are met.
 
@@ -56,6 +58,16 @@ class Rows:
         """The whole matrix; of one in memory, itself."""
         return self._read(slice(0, len(self)))
 
+    def copy(self) -> Tensor:
+        """The whole matrix in memory of its own."""
+        whole = self[0:0].new_empty(self.shape)
+        for rows, block in self.blocks():
+            whole[rows] = block
+        return whole
+
+    def __reduce__(self) -> tuple[Callable[[Tensor], Rows], tuple[Tensor]]:
+        return Rows.of, (self.copy(),)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
         """The same with every row changed as ``change`` does to a block of rows, when it is read."""
         return Rows((self._shape[0], self._shape[1]), lambda rows: change(self._read(rows)))
@@ -74,12 +86,12 @@ class Rows:
             yield rows, self._read(rows)
 
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Tensor:
-        """One row [d], or the chosen rows [k, d]."""
+        """One row [d], or the chosen rows [k, d], as a copy."""
         if isinstance(index, slice):
             start, stop, _ = index.indices(len(self))
-            return self._read(slice(start, max(start, stop)))
+            return self._read(slice(start, max(start, stop))).clone()
         if isinstance(index, int):
-            return self._row(index)[0]
+            return self._row(index)[0].clone()
         return torch.cat([self[0:0], *(self._row(i) for i in torch.as_tensor(index, device="cpu").tolist())])
 
     def _row(self, index: int) -> Tensor:
@@ -98,6 +110,7 @@ class Rows:
         return product
 
 
+@ordinary_class
 class Columns:
     """The transpose of :class:`Rows`, [d, n]: what stands on the right of a product."""
 

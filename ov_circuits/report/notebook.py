@@ -95,7 +95,7 @@ def trace_html(trace: Trace) -> str:
     """A prompt: its tokens, what the model expects next, and the heads that write most at its end."""
     model = trace.model
     bos = "a beginning-of-text token was put in front" if trace.bos_added else "no token was added"
-    likely = trace.logits[-1].double().softmax(-1).topk(min(5, trace.logits.shape[-1]))
+    likely = trace.record.logits[-1].double().softmax(-1).topk(min(5, trace.record.logits.shape[-1]))
     from ov_circuits.words import token_list
 
     following = " ".join(
@@ -201,7 +201,7 @@ def board_html(board: pd.DataFrame) -> str | None:
 
     known = all_scores()
     keys = [key for key in board.columns if key in known]
-    if not keys or not {"head", "layer", "index"} <= set(board.columns) or not board.columns.is_unique:
+    if not keys or board.empty or not {"head", "layer", "index"} <= set(board.columns) or not board.columns.is_unique:
         return None
     shown = board if len(board) <= _ROWS else board.head(_ROWS)
     tokens = [name for name in TOKEN_COLUMNS[:2] if name in board]

@@ -296,7 +296,7 @@ def _with_spectra(model: Model, scores: Sequence[str] | str | None) -> Sequence[
 
 def _account(trace: Trace, answer: str | int | None, against: str | int | None, position: int) -> pd.DataFrame:
     if answer is None:
-        answer, against = trace.logits[trace.row(trace.position(position))].topk(2).indices.tolist()
+        answer, against = trace.record.logits[trace.row(trace.position(position))].topk(2).indices.tolist()
     return trace.ledger(answer, against, position)
 
 

@@ -24,6 +24,7 @@ from ov_circuits.linalg.memory import give_back
 from ov_circuits.linalg.nulls import Null, eigenvalue_copying_null
 from ov_circuits.linalg.threads import side_by_side
 from ov_circuits.model import Head, Layer, Model
+from ov_circuits.modes import ordinary
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
 from ov_circuits.scores.chance import NULL_NOTES, Circuits, Draws, LayerDraws, NullKind
@@ -442,6 +443,7 @@ def head_scores(head: Head, seed: int = 0) -> pd.Series:
     return rows.drop(columns="finite").iloc[0]
 
 
+@ordinary
 def score_frame(key: str, model: Model, **options: Any) -> pd.DataFrame:
     """One score for every head: ``head, layer, index, kv_head``, the score, its null and z; options as of :class:`Board`."""
     return Board(model, [key], tokens=0, **options).computed()

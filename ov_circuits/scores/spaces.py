@@ -46,7 +46,8 @@ def space_map(model: Model) -> pd.DataFrame:
     for name, role in _ROLES.items():
         overlap = space_overlaps(model, role)
         finite &= overlap.diagonal().isfinite()
-        places, shares[name] = principal_components(overlap)
+        places, found = principal_components(overlap)
+        shares[name] = list(found)  # as it is read again from a file
         columns[f"{name}_x"], columns[f"{name}_y"] = places.T.numpy()
     frame = pd.DataFrame(columns)
     broken = [label for label, ok in zip(model.head_labels, finite.tolist(), strict=True) if not ok]

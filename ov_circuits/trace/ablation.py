@@ -194,7 +194,7 @@ class Case:
     @cached_property
     def log_probabilities(self) -> Float[Tensor, "pos n_vocab"]:
         """What the model said before anything was removed."""
-        return self.trace.logits.log_softmax(-1)
+        return self.trace.record.logits.log_softmax(-1)
 
 
 def cases(
@@ -231,7 +231,7 @@ def cases(
         trace = prompt if isinstance(prompt, Trace) else next(fresh)
         if trace.model.source is not model.source:
             raise CircuitsError(f"a trace of {trace.model.name} was given beside the model {model.name}: use its own")
-        if len(trace.logits) < len(trace):
+        if len(trace.record.logits) < len(trace):
             raise CircuitsError(
                 "a trace with the logits of its last position alone has no loss: trace it without last_logits"
             )
@@ -239,7 +239,7 @@ def cases(
         if wanted is None:
             if other is not None:
                 raise CircuitsError("'against' needs an answer beside it")
-            wanted, other = trace.logits[trace.row(at)].topk(2).indices.tolist()
+            wanted, other = trace.record.logits[trace.row(at)].topk(2).indices.tolist()
         weights = {token_id(model, word): float(weight) for word, weight in _weighting(wanted, other).items()}
         found.append(Case(trace, logit_reading(trace, wanted, other, at), weights))
     return found

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -26,13 +27,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ov_circuits.checkpoint.families import model_type_of
+from ov_circuits.checkpoint.stores import TensorStore, Watch
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.products import FastLinears
 from ov_circuits.processes import lost
 from ov_circuits.trace.shards import Shard
 
 if TYPE_CHECKING:
-    from ov_circuits.checkpoint.stores import TensorStore
     from ov_circuits.model import Model
     from ov_circuits.source import Source
 
@@ -85,6 +86,9 @@ class Record:
         stream = self.layers[0].stream
         return stream if self.position is None else stream - self.position
 
+
+# Hooks are on modules, and how transformers logs is one setting a process: threads run prompts one after another.
+_ALONE = threading.RLock()
 
 # What can be kept of a layer.
 LAYER_FIELDS = tuple(field.name for field in fields(LayerRecord))
@@ -216,7 +220,7 @@ def run(
     parts = _Parts(network, model, len(tokens))
     kept: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(model.n_layers))
     ends: dict[str, Tensor] = {}
-    with ExitStack() as stack:
+    with _ALONE, ExitStack() as stack:
         stack.enter_context(_ready(network))
         for handle in (*parts.edit(edits or Edits()), *parts.watch(kept, frozenset(keep), ends)):
             stack.callback(handle.remove)
@@ -242,7 +246,7 @@ def likeliest_continuation(model: Model, tokens: Sequence[int], n: int) -> list[
     end = network.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]
     found: list[int] = []
-    with _ready(network), torch.no_grad():
+    with _ALONE, _ready(network), torch.no_grad():
         while len(found) < n and not (found and found[-1] in ends):
             logits = _forward(network, model, torch.tensor([[*tokens, *found]], device="cpu").to(_device(network)))
             found.append(int(logits[0, -1].argmax()))
@@ -473,8 +477,10 @@ def network_of(model: Model) -> Any:
     """The checkpoint's transformers model: the user's own, or one built once from the tensors this package reads."""
     source = model.source
     source.store.check_unchanged()
-    if source.network is None:
-        source.network = build(source)
+    with _ALONE:
+        if source.network is None:
+            source.network = build(source)
+            source.built = Watch(source.network.parameters())
     return source.network
 
 

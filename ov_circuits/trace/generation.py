@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
+from ov_circuits.modes import ordinary_class
 from ov_circuits.shown import counted, notebook_html
 from ov_circuits.trace.engines import check_tokens, likeliest_continuation
 from ov_circuits.trace.ledger import Account, accounts, logit_reading
@@ -46,6 +47,7 @@ class Step:
     account: Account
 
 
+@ordinary_class
 @dataclass(frozen=True, eq=False)
 class Generation:
     """A prompt and its continuation.
@@ -201,8 +203,8 @@ def _after(model: Model, prompt: str, continuation: str) -> list[int]:
 def _steps(whole: Trace, start: int) -> tuple[Step, ...]:
     found, readings = [], []
     for at, token in enumerate(whole.tokens[start:], start=start - 1):
-        probabilities = whole.logits[at].double().softmax(-1)
-        runner_up = next(other for other in whole.logits[at].topk(2).indices.tolist() if other != token)
+        probabilities = whole.record.logits[at].double().softmax(-1)
+        runner_up = next(other for other in whole.record.logits[at].topk(2).indices.tolist() if other != token)
         readings.append(logit_reading(whole, token, runner_up, at))
         found.append((at, token, float(probabilities[token]), runner_up, float(probabilities[runner_up])))
     model = whole.model

@@ -16,6 +16,7 @@ import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from ov_circuits.checkpoint.tokenizer import why_no_bos
 from ov_circuits.errors import CircuitsError, is_whole
 from ov_circuits.files import atomic_path
 from ov_circuits.model import Head, Layer, Model
+from ov_circuits.modes import ordinary_class
 from ov_circuits.shown import counted, notebook_html
 from ov_circuits.trace.engines import LAYER_FIELDS, LayerRecord, Record, check_tokens, record
 from ov_circuits.trace.shards import Shard
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from ov_circuits.trace.ledger import Answer
 
 
+@ordinary_class
 @dataclass(frozen=True, eq=False)
 class Trace:
     """One prompt through the model.
@@ -66,10 +69,10 @@ class Trace:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def logits(self) -> Float[Tensor, "kept n_vocab"]:
-        """The model's own logits: of all positions, or of the last one where only those were asked for."""
-        return self.record.logits
+        """The model's own logits: of all positions, or of the last one where only those were asked for; a copy."""
+        return self.record.logits.clone()
 
     @checked
     def row(self, position: int) -> int:
@@ -78,7 +81,7 @@ class Trace:
         Raises:
             CircuitsError: they were not.
         """
-        row = position - len(self) + len(self.logits)
+        row = position - len(self) + len(self.record.logits)
         if row < 0:
             raise CircuitsError(f"the trace kept the logits of its last position only, not of {position}")
         return row
@@ -100,9 +103,9 @@ class Trace:
 
     @checked
     def pattern(self, head: Head | str) -> Float[Tensor, "destination source"]:
-        """Attention of a head."""
+        """Attention of a head, a copy."""
         layer, index, _ = self.parts(head)
-        return layer.pattern[self.record.shard.index(index)]
+        return layer.pattern[self.record.shard.index(index)].clone()
 
     @checked
     def values(self, head: Head | str) -> Float[Tensor, "source d_head"]:
