@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 import ov_circuits as ov
 from ov_circuits.cli import app
+from ov_circuits.errors import CircuitsError
+from ov_circuits.trace.engines import _blame_config
 
 _MODULE = [sys.executable, "-m", "ov_circuits"]
 
@@ -115,6 +117,42 @@ def test_signals_leave_no_file_however_often_they_come(tmp_path, tiny_gpt2_char,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("error", "wait"), [("ImportError('no module')", 0), ("CircuitsError('no file')", 0), (None, 1.1)]
+)
+def test_libraries_that_swallow_a_signal_do_not_keep_it(tmp_path, tiny_gpt2_char, error, wait):
+    """transformers makes an ImportError of whatever happens while it imports; a callback of C code just goes on."""
+    script = (
+        "import os, signal, sys, time; from unittest.mock import patch\n"
+        "from ov_circuits.cli import main; from ov_circuits.errors import CircuitsError\n"
+        "def stop(*args, **kwargs):\n"
+        "    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(0)\n"
+        f"    except BaseException: {'pass' if error is None else f'raise {error}'}\n"
+        f"    time.sleep({wait}); os.kill(os.getpid(), signal.SIGTERM); time.sleep(0)\n"
+        f"sys.argv = ['ov-circuits', 'heads', {str(tiny_gpt2_char)!r}, '-o', {str(tmp_path / 'heads.csv')!r}]\n"
+        "with patch('ov_circuits.scores.board.Board.computed', stop): main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (143, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_waits_for_the_import_that_it_comes_in(tmp_path, tiny_gpt2_char):
+    """torch ends the process with an abort and its own stack when an exception comes while it is imported."""
+    (tmp_path / "heavy.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.2)\nprint('imported')\n"
+    )
+    script = (
+        f"import sys, time; from unittest.mock import patch; sys.path.append({str(tmp_path)!r})\n"
+        "from ov_circuits.cli import main\n"
+        "def stop(*args, **kwargs): import heavy; time.sleep(60)\n"
+        f"sys.argv = ['ov-circuits', 'heads', {str(tiny_gpt2_char)!r}]\n"
+        "with patch('ov_circuits.scores.board.Board.computed', stop): main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "imported\n", "")
+
+
 def test_what_nohup_ignores_stays_ignored():
     code = (
         "import signal; from ov_circuits.cli.app import _stoppable\n"
@@ -150,6 +188,13 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path):
     assert done.returncode == 2 and "working directory" in one_sentence(done.stderr)
 
 
+def test_a_name_that_is_no_utf8_is_said(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    with pytest.raises(CircuitsError, match=r"udcff.* is no UTF-8"):
+        ov.load(folder)
+
+
 @pytest.mark.parametrize(
     ("error", "word"),
     [
@@ -167,6 +212,23 @@ def test_what_the_system_refuses_is_a_sentence(tiny_gpt2_char, monkeypatch, erro
     monkeypatch.setattr("ov_circuits.scores.board.Board.computed", refuse)
     result = CliRunner().invoke(app, ["heads", str(tiny_gpt2_char)])
     assert result.exit_code == 2 and word in one_sentence(result.stderr)
+
+
+def test_want_of_memory_is_not_blamed_on_a_file(tiny_gpt2_char, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    model = ov.load(tiny_gpt2_char)
+    monkeypatch.setattr("safetensors.safe_open", refuse)
+    with pytest.raises(RuntimeError, match="allocate"):
+        _ = model.head("0.0").W_O
+    with pytest.raises(MemoryError), _blame_config("a folder"):
+        raise MemoryError
+
+
+def test_docstrings_that_transformers_misses_are_said(tiny_gpt2_char):
+    done = process("attribute", tiny_gpt2_char, "abc", "--answer", "d", env={"PYTHONOPTIMIZE": "2"})
+    assert done.returncode == 2 and "python -OO" in done.stderr and "config.json" not in done.stderr
 
 
 def test_faults_of_the_package_are_not_taken_for_it(tiny_gpt2_char, monkeypatch):

@@ -7,6 +7,8 @@ import io
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -18,7 +20,7 @@ from typer.core import TyperGroup
 from ov_circuits import __version__
 from ov_circuits.cli import checkpoints, pages, prompts, weights
 from ov_circuits.cli.opening import keep_libraries_quiet
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, for_want_of_memory
 from ov_circuits.processes import launched
 from ov_circuits.terminal import stderr
 
@@ -34,6 +36,9 @@ _FULL = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
 _PIPE_CLOSED = 141  # as a shell says of a process that SIGPIPE ended
 # What stops a command from without. Windows has no SIGHUP.
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_AT_ONCE, _SOON = 1.0, 0.05  # seconds
+# The exception that a signal was made into.
+_stopped: list[BaseException] = []
 # What processes that torchrun starts do together; anything else each would do for itself, and write over the others.
 _TOGETHER = ("heads", "attribute", "verify")
 
@@ -87,6 +92,10 @@ def _ended_in_a_sentence() -> Iterator[None]:
     try:
         try:
             yield
+        except Exception:
+            if _stopped:  # a library has made an error of its own of it
+                raise _stopped[0] from None
+            raise
         finally:
             sys.stdout.flush()  # a closed pipe shows here, and not at the interpreter's end
     except CircuitsError as error:
@@ -102,11 +111,11 @@ def _ended_in_a_sentence() -> Iterator[None]:
         _say_no_more()
         raise _refusal(f"the result cannot be written to standard output: {error.strerror}") from None
     except (MemoryError, RuntimeError) as error:
-        if not _for_want_of_memory(error):
+        if not for_want_of_memory(error):
             raise
+        reason = (str(error) or "the system gives no more").splitlines()[0][:200]
         raise _refusal(
-            f"there is not enough memory here ({str(error).splitlines()[0][:200] if str(error) else 'the system gives no more'}): "
-            "free some, or see what `ov-circuits inspect --plan` says of the work"
+            f"there is not enough memory ({reason}): free some; `ov-circuits inspect --plan` says what scores take"
         ) from None
     except KeyboardInterrupt:
         stderr().print("stopped")
@@ -117,12 +126,6 @@ def _say_no_more() -> None:
     """What still waits to be written to standard output goes nowhere, or the interpreter would try again at its end."""
     with suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def _for_want_of_memory(error: Exception) -> bool:
-    # torch's CPU allocator has no error of its own, and the GPU's cannot be named without importing torch.
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or "DefaultCPUAllocator" in str(error)
 
 
 def _check_working_directory() -> None:
@@ -201,15 +204,35 @@ def _stoppable() -> Iterator[None]:
         for number in heard:
             signal.signal(number, handler)
 
-    def stop(number: int, _: FrameType | None) -> None:
-        all_to(signal.SIG_IGN)  # a second one would break off the taking away
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    last = -_AT_ONCE
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if _importing(frame):  # torch would abort, others would make an error of their own of it
+            later = threading.Timer(_SOON, signal.raise_signal, [number])
+            later.daemon = True
+            later.start()
+            return
+        since, last = time.monotonic() - last, time.monotonic()
+        if since < _AT_ONCE:  # a terminal and a parent both send it: the second one would break off the taking away
+            return
+        _stopped.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise _stopped[-1]
 
     all_to(stop)
     try:
         yield
     finally:
         all_to(signal.SIG_DFL)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported by what :func:`main` called."""
+    while frame is not None and frame.f_code is not main.__code__:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _print_version(asked: bool) -> bool:
