@@ -14,6 +14,13 @@ class CircuitsError(ValueError):
     """
 
 
+def for_want_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no more memory: then no file and no setting is to blame."""
+    # torch's CPU allocator has no error of its own, and the GPU's cannot be named without importing torch.
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "DefaultCPUAllocator" in str(error)
+
+
 # Twice a seed and one more still seeds torch's generators.
 LARGEST_SEED = 2**63 - 1
 

@@ -32,8 +32,20 @@ Result = TypeVar("Result")
 
 
 def launched() -> bool:
-    """Whether torchrun has started this process together with others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    """Whether torchrun has started this process together with others.
+
+    Raises:
+        CircuitsError: its environment says so in words that are no numbers.
+    """
+    if "RANK" not in os.environ:
+        return False
+    numbers = {name: os.environ.get(name, "1") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    for name, value in numbers.items():
+        if not value.isdecimal():
+            raise CircuitsError(
+                f"{name} is {value!r} in the environment, not a number: unset it, or start with torchrun"
+            )
+    return int(numbers["WORLD_SIZE"]) > 1
 
 
 def is_first() -> bool:
@@ -43,7 +55,10 @@ def is_first() -> bool:
 
 def first_to_speak() -> bool:
     """Whether no other process started with this one has said yet what is wrong: then this one should."""
-    if not launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    try:
+        if not launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return True
+    except CircuitsError:  # what is wrong is the environment that would tell
         return True
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -172,7 +187,15 @@ def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
                 "first"
             )
         # gloo for what is on CPUs; transformers distributes a model over GPUs where there are some.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
+        except (
+            ValueError,
+            dist.DistError,
+        ) as error:  # a variable is missing, nobody answers at the address, its port is taken
+            raise CircuitsError(
+                f"the processes could not be joined ({str(error).splitlines()[0][:200]}): start them with torchrun"
+            ) from error
         atexit.register(_leave)  # not sooner: a group that is made anew finds the addresses of the one before
     _let_go_at_exit()
     return Ranks(group)

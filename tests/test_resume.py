@@ -149,6 +149,24 @@ def test_a_result_that_cannot_be_written_costs_no_layer(stories260k: Path, tmp_p
     assert target.exists() and not parts_of(target)
 
 
+def test_a_run_beside_another_of_the_same_target_that_ends_first(
+    stories260k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, write = tmp_path / "heads.parquet", pd.DataFrame.to_parquet
+
+    def taken_away(frame: pd.DataFrame, *args: Any, **kwargs: Any) -> None:
+        shutil.rmtree(tmp_path / ".heads.parquet.parts")
+        write(frame, *args, **kwargs)
+
+    model = ov.load(stories260k)
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", taken_away)
+    board = ov.scoreboard(model, ["ov_stable_rank"], nulls=False, resume=target)
+    pd.testing.assert_frame_equal(board, ov.scoreboard(model, ["ov_stable_rank"], nulls=False))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CircuitsError, match="cannot keep"):
+        ov.scoreboard(model, ["ov_stable_rank"], nulls=False, resume=tmp_path / "absent" / "heads.parquet")
+
+
 def test_other_arguments_and_other_weights_find_nothing(
     stories260k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

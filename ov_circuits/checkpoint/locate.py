@@ -232,10 +232,16 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     """A path with ``~`` and ``~user`` written out.
 
     Raises:
-        CircuitsError: it is no path, or there is no such user.
+        CircuitsError: it is no path, or no UTF-8, or there is no such user.
     """
     if not isinstance(name, (str, os.PathLike)):
         raise CircuitsError(f"a path is a text or a Path, not a {type(name).__name__}")
+    try:
+        str(name).encode()
+    except UnicodeEncodeError as error:
+        raise CircuitsError(
+            f"the name {str(name)!a} is no UTF-8, as the libraries that read checkpoints need it: rename it, or link to it"
+        ) from error
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

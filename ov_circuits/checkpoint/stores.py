@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, for_want_of_memory
 
 # A checkpoint's pickle and JSON hold names and numbers; what is larger is no such thing, and would fill the memory.
 _LARGEST_PICKLE = 64 * 2**20
@@ -152,6 +152,8 @@ class SafetensorsStore(TensorStore):
             with torch.device("cpu"):  # a slice would go to torch's default device, which is the user's
                 return handle.get_slice(name)[part] if part else handle.get_tensor(name)
         except (SafetensorError, RuntimeError, OSError) as error:
+            if for_want_of_memory(error):
+                raise
             raise CircuitsError(f"tensor {name} in {file} cannot be read ({error}): copy the file again") from error
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +20,7 @@ from typer.core import TyperGroup
 from ov_circuits import __version__
 from ov_circuits.cli import checkpoints, pages, prompts, weights
 from ov_circuits.cli.opening import keep_libraries_quiet
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, for_want_of_memory
 from ov_circuits.processes import launched
 from ov_circuits.terminal import stderr
 
@@ -25,6 +31,14 @@ _PARTS = {
     "Heads on prompts": prompts.commands,
     "The checkpoint": checkpoints.commands,
 }
+# The system's words on standard output that takes no more.
+_FULL = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
+_PIPE_CLOSED = 141  # as a shell says of a process that SIGPIPE ended
+# What stops a command from without. Windows has no SIGHUP.
+_STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_AT_ONCE, _SOON = 1.0, 0.05  # seconds
+# The exception that a signal was made into.
+_stopped: list[BaseException] = []
 # What processes that torchrun starts do together; anything else each would do for itself, and write over the others.
 _TOGETHER = ("heads", "attribute", "verify")
 
@@ -45,7 +59,11 @@ Then:
 
 
 class _Commands(TyperGroup):
-    """Turns a CircuitsError into one sentence and exit code 2, and Ctrl-C into a word and 130."""
+    """Ends in a sentence and an exit code whatever the user or the surroundings did."""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _ended_in_a_sentence():  # --help and --version print here
+            return super().make_context(*args, **more)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:  # a shell that completes words parses an empty line as well
@@ -63,19 +81,60 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         keep_libraries_quiet()
+        with _ended_in_a_sentence():
+            _check_working_directory()
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _ended_in_a_sentence() -> Iterator[None]:
+    """Turns a CircuitsError, and what the system refuses, into one sentence and exit code 2, Ctrl-C into a word and 130."""
+    try:
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()  # a closed pipe shows here, where typer ends quietly, and not at the interpreter's end
-            return result
-        except CircuitsError as error:
-            raise _refusal(str(error)) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EIO):
-                raise
-            raise _refusal(f"the result cannot be written to standard output: {error.strerror}") from None
-        except KeyboardInterrupt:
-            stderr().print("stopped")
-            raise typer.Exit(130) from None
+            yield
+        except Exception:
+            if _stopped:  # a library has made an error of its own of it
+                raise _stopped[0] from None
+            raise
+        finally:
+            sys.stdout.flush()  # a closed pipe shows here, and not at the interpreter's end
+    except CircuitsError as error:
+        raise _refusal(str(error)) from None
+    except (BrokenPipeError, SystemExit) as error:  # rich makes an exit of the one
+        if BrokenPipeError not in (type(error), type(error.__context__)):
+            raise
+        _say_no_more()  # the reader, such as `head`, has what it wants
+        raise typer.Exit(_PIPE_CLOSED) from None
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise _refusal(f"the system refuses: {error}") from None
+        _say_no_more()
+        raise _refusal(f"the result cannot be written to standard output: {error.strerror}") from None
+    except (MemoryError, RuntimeError) as error:
+        if not for_want_of_memory(error):
+            raise
+        reason = (str(error) or "the system gives no more").splitlines()[0][:200]
+        raise _refusal(
+            f"there is not enough memory ({reason}): free some; `ov-circuits inspect --plan` says what scores take"
+        ) from None
+    except KeyboardInterrupt:
+        stderr().print("stopped")
+        raise typer.Exit(130) from None
+
+
+def _say_no_more() -> None:
+    """What still waits to be written to standard output goes nowhere, or the interpreter would try again at its end."""
+    with suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:  # MKL would end the process, with words of its own
+        raise CircuitsError(
+            f"the working directory cannot be found ({error.strerror}): change to another one"
+        ) from error
 
 
 def _refusal(text: str) -> typer.Exit:
@@ -104,14 +163,76 @@ for _part, _commands in _PARTS.items():
 
 def main() -> None:
     """Entry point of ``ov-circuits``."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        # A token that the terminal's encoding lacks is shown escaped, not refused.
-        getattr(sys, name).reconfigure(errors="backslashreplace")
-    # As an exception, so that temporary files are taken away.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    app()
+    _open_standard_streams()
+    with _stoppable():
+        app()
+
+
+def _open_standard_streams() -> None:
+    """Those that the caller has closed lead nowhere; else a file that is opened later would take their number, and their text."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    # A token that the terminal's encoding lacks is shown escaped, not refused.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    encoding = getattr(sys.stderr, "encoding", "utf-8")
+    words = open(2, "wb", closefd=False)  # noqa: SIM115
+    sys.stderr = _Words(words, encoding, "backslashreplace", line_buffering=True)
+
+
+class _Words(io.TextIOWrapper):
+    """Standard error: words that it does not take (a full disk, a closed pipe) are no reason to stop."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Signals within are exceptions, so that temporary files are taken away; later ones end the process without a word."""
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's stay unheard
+
+    def all_to(handler: Any) -> None:
+        for number in heard:
+            signal.signal(number, handler)
+
+    last = -_AT_ONCE
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if _importing(frame):  # torch would abort, others would make an error of their own of it
+            later = threading.Timer(_SOON, signal.raise_signal, [number])
+            later.daemon = True
+            later.start()
+            return
+        since, last = time.monotonic() - last, time.monotonic()
+        if since < _AT_ONCE:  # a terminal and a parent both send it: the second one would break off the taking away
+            return
+        _stopped.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise _stopped[-1]
+
+    all_to(stop)
+    try:
+        yield
+    finally:
+        all_to(signal.SIG_DFL)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported by what :func:`main` called."""
+    while frame is not None and frame.f_code is not main.__code__:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _print_version(asked: bool) -> bool:

@@ -123,6 +123,8 @@ def heads(
         frame = sort_heads(scored, sort, ascending)
         frame = frame if top is None else frame.head(top)
         write(frame)
+    if output is not None:
+        forget(output)  # only now: the file is written
     hand_out(
         frame,
         output,
@@ -130,8 +132,6 @@ def heads(
         lambda rows: print_heads(rows, opened, names, sort),
         f"{counted(len(frame), 'head')}, {counted(len(frame.columns), 'column')}, view {opened.view}",
     )
-    if output is not None:
-        forget(output)  # only now: the file is written
 
 
 @commands.command(cls=ModelFirst, epilog=examples("ov-circuits head 1.0", "ov-circuits head gpt2 9.9 --directions 3"))

@@ -63,13 +63,17 @@ class SavedPieces:
             except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
                 say(f"{file} is damaged ({str(error).splitlines()[0]}): its heads are scored again")
         rows = compute(piece)
+        made = False
         try:
             self._folder.mkdir(exist_ok=True)
+            made = True
             with atomic_path(file) as temporary:
                 rows.to_parquet(temporary, index=False)
                 with temporary.open("rb") as written:
                     os.fsync(written.fileno())  # a part that is there after a crash must hold its rows
         except (OSError, CircuitsError) as error:
+            if made and not self._folder.is_dir():
+                return rows  # another run has finished the same target, and taken the folder away
             drop_if_empty(self._folder)
             cause = error if isinstance(error, OSError) else error.__cause__
             raise CircuitsError(

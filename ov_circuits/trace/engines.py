@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ov_circuits.checkpoint.families import model_type_of
 from ov_circuits.checkpoint.stores import TensorStore, Watch
-from ov_circuits.errors import CircuitsError
+from ov_circuits.errors import CircuitsError, for_want_of_memory
 from ov_circuits.linalg.products import FastLinears
 from ov_circuits.processes import lost
 from ov_circuits.trace.shards import Shard
@@ -572,6 +572,13 @@ def _blame_config(where: str) -> Iterator[None]:
         raise
     # What a setting breaks, and with which error, is the library's own affair: TypeError, KeyError, ImportError, ...
     except Exception as error:
+        if for_want_of_memory(error):
+            raise
+        if sys.flags.optimize > 1:
+            raise CircuitsError(
+                "transformers builds its models with the help of docstrings, which python -OO (PYTHONOPTIMIZE=2) takes away: "
+                "run prompts without it; weight-only commands work"
+            ) from error
         raise CircuitsError(
             f"transformers cannot build a model from the config of {where} ({_reason(error)}): correct config.json; "
             "weight-only commands work"
