@@ -135,6 +135,8 @@ function show(route) {
   document.title = route.name === 'atlas' ? data.payload.title : `${view.title} · ${data.payload.title}`;
   for (const link of document.querySelectorAll('.views a')) {
     if (link.dataset.nav === route.name) link.setAttribute('aria-current', 'page');
+    // Heads and their comparison are rooms of the atlas.
+    else if (link.dataset.nav === 'atlas' && ['head', 'compare'].includes(route.name)) link.setAttribute('aria-current', 'true');
     else link.removeAttribute('aria-current');
   }
   view.update();
