@@ -222,6 +222,8 @@ def _stoppable() -> Iterator[None]:
     all_to(stop)
     try:
         yield
+    except KeyboardInterrupt:  # no command has begun
+        raise SystemExit(130) from None
     finally:
         all_to(signal.SIG_DFL)
 
