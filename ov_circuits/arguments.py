@@ -66,7 +66,10 @@ def checked(function: F) -> F:
 
 def is_a(value: Any, annotation: str) -> bool:
     """Whether a value is of one of the kinds that an annotation names."""
-    return any(_is_one(value, kind, inner) for kind, inner in _kinds(annotation))
+    kinds = _kinds(annotation)
+    if isinstance(value, str) and not value and ("Path", ()) in kinds:
+        return False  # it would be the working folder, which nobody means
+    return any(_is_one(value, kind, inner) for kind, inner in kinds)
 
 
 def _is_one(value: Any, kind: str, inner: tuple[str, ...]) -> bool:

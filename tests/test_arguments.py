@@ -115,6 +115,8 @@ def test_an_argument_of_no_kind_is_named_before_any_work(model, name, argument):
         ({1: 0.5}, "Mapping[str, float] | Mapping[int, float]", True),
         (Path("x"), "str | os.PathLike[str]", True),
         (5, "str | os.PathLike[str]", False),
+        ("", "str | os.PathLike[str] | None", False),
+        ("", "str | None", True),
         (torch.zeros(2), 'Float[Tensor, "a b"]', True),
         (torch.nn.Parameter(torch.zeros(2)), "Tensor", True),
         (pd.DataFrame(), "pd.DataFrame | Float[Tensor, ' k']", True),
@@ -198,3 +200,8 @@ def test_names_that_no_file_can_have(model, tmp_path, name):
     scan = ov.scan(model, tokens=64, window=32)
     with pytest.raises(CircuitsError, match="cannot"):
         scan.save(tmp_path / name)
+
+
+def test_no_name_at_all_is_not_the_working_folder(model):
+    with pytest.raises(CircuitsError, match="a path, not ''"):
+        ov.scan(model, tokens=64, window=32).save("")
