@@ -340,7 +340,7 @@ def test_a_bridge_in_memory_gives_the_same_heads_and_shares_their_memory(running
     assert torch.equal(ours.W_U, right.W_U)
     storages = {parameter.untyped_storage().data_ptr() for parameter in bridge.original_model.parameters()}
     layer = ours.layer(0)
-    for tensor in (layer.W_Q, layer.W_K, layer.W_V, layer.W_O, ours.W_E, ours.W_U):
+    for tensor in (layer.W_Q, layer.W_K, layer.W_V, layer.W_O, ours.source.embedding, ours.source.unembedding):
         assert tensor.untyped_storage().data_ptr() in storages, "a weight was copied"
 
 
