@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,15 +30,17 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
             )
         if not target.parent.is_dir():
             raise CircuitsError(f"cannot write {target}: the folder {target.parent} does not exist; create it first")
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix)
-        os.close(handle)
     except CircuitsError:  # which is a ValueError too
         raise
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CircuitsError(f"cannot write {str(target)[:200]}: {reason}; choose another place") from error
-    temporary = Path(name)
+        raise _refused(target, error) from error
+    # Its name is known before it is there: a signal may come at any time, and it is to be taken away.
+    temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{target.suffix}")
     try:
+        try:
+            temporary.touch(0o600, exist_ok=False)
+        except OSError as error:
+            raise _refused(target, error) from error
         yield temporary
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)
@@ -50,6 +52,11 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def _refused(target: str | os.PathLike[str], error: OSError | ValueError) -> CircuitsError:
+    reason = getattr(error, "strerror", None) or error
+    return CircuitsError(f"cannot write {str(target)[:200]}: {reason}; choose another place")
+
+
 def drop_if_empty(folder: Path) -> None:
     """Take a folder away, unless something is in it."""
     with suppress(OSError):  # what others have written there stays
@@ -57,7 +64,7 @@ def drop_if_empty(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """The process's umask; the system can only tell it by setting it. mkstemp makes files private, ours should not be."""
+    """The process's umask; the system can only tell it by setting it. temporary files are private, what they become should not be."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import ov_circuits as ov
 from ov_circuits.cli import app
 from ov_circuits.errors import CircuitsError
+from ov_circuits.files import atomic_path
 from ov_circuits.trace.engines import _blame_config
 
 _MODULE = [sys.executable, "-m", "ov_circuits"]
@@ -252,3 +253,16 @@ def test_faults_of_the_package_are_not_taken_for_it(tiny_gpt2_char, monkeypatch)
 def test_torchruns_variables_half_set_are_said(tiny_gpt2_char, variables, word):
     done = process("heads", tiny_gpt2_char, env=variables)
     assert done.returncode == 2 and word in one_sentence(done.stderr)
+
+
+def test_a_stop_at_the_very_moment_a_temporary_file_is_made_leaves_none(tmp_path, monkeypatch):
+    made = Path.touch
+
+    def stopped(self, *arguments, **options):
+        made(self, *arguments, **options)
+        raise SystemExit(129)
+
+    monkeypatch.setattr(Path, "touch", stopped)
+    with pytest.raises(SystemExit), atomic_path(tmp_path / "table.csv"):
+        pytest.fail("never here")
+    assert not list(tmp_path.iterdir())
