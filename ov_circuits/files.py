@@ -64,7 +64,7 @@ def drop_if_empty(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """The process's umask; the system can only tell it by setting it. temporary files are private, what they become should not be."""
+    """The process's umask; the system tells it by setting it. Temporary files are private; what they become should not be."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
