@@ -119,8 +119,10 @@ def _in_child(head: ov.Head) -> list[float]:
 def test_other_processes_take_heads(method: str) -> None:
     head = ov.load().head("1.0")
     right = _in_child(head)  # a fork meets a model that was used
-    with multiprocessing.get_context(method).Pool(1) as pool:
-        assert pool.apply_async(_in_child, (head,)).get(300) == right
+    # One thread, as torch's own workers have: a forked child waits for ever for the threads that OpenMP had in its parent.
+    with multiprocessing.get_context(method).Pool(1, torch.set_num_threads, (1,)) as pool:
+        found = pool.apply_async(_in_child, (head,)).get(120)
+    assert found == pytest.approx(right, rel=1e-5)  # with fewer threads float32 is summed in another order
 
 
 # -- tensors that are written into ------------------------------------------------------------------------------------
@@ -202,8 +204,10 @@ def test_prompts_of_several_threads_keep_apart() -> None:
         found = list(pool.map(traced, range(4)))
     for part, traces in enumerate(found):
         for ours, other in zip(traces, right[part::4], strict=True):
-            assert torch.equal(ours.logits, other.logits)
-            assert all(torch.equal(a.z, b.z) for a, b in zip(ours.record.layers, other.record.layers, strict=True))
+            # float32 may be summed in another order in a pool's threads; what belongs to another run is far off.
+            torch.testing.assert_close(ours.logits, other.logits, rtol=1e-4, atol=1e-4)
+            for one, two in zip(ours.record.layers, other.record.layers, strict=True):
+                torch.testing.assert_close(one.z, two.z, rtol=1e-4, atol=1e-4)
     assert all(module.training for module in model.network.modules())
 
 

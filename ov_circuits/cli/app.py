@@ -209,7 +209,7 @@ def _stoppable() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal last
         if _importing(frame):  # torch would abort, others would make an error of their own of it
-            later = threading.Timer(_SOON, signal.raise_signal, [number])
+            later = threading.Timer(_SOON, _send, [number])
             later.daemon = True
             later.start()
             return
@@ -226,6 +226,14 @@ def _stoppable() -> Iterator[None]:
         raise SystemExit(130) from None
     finally:
         all_to(signal.SIG_DFL)
+
+
+def _send(number: int) -> None:
+    """A signal to the main thread, which wakes up for it even where it waits for something else."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+    else:
+        signal.raise_signal(number)
 
 
 def _importing(frame: FrameType | None) -> bool:
