@@ -189,10 +189,8 @@ def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
         # gloo for what is on CPUs; transformers distributes a model over GPUs where there are some.
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
-        except (
-            ValueError,
-            dist.DistError,
-        ) as error:  # a variable is missing, nobody answers at the address, its port is taken
+        # A variable is missing, nobody answers at the address, its port is taken.
+        except (ValueError, dist.DistError) as error:
             raise CircuitsError(
                 f"the processes could not be joined ({str(error).splitlines()[0][:200]}): start them with torchrun"
             ) from error

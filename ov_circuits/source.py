@@ -129,9 +129,8 @@ class Source:
         key = (index, view)
         self.store.check_unchanged()
         with self._lock:  # layers are scored side by side
-            if (
-                key not in self._layers or self._layers[key][1].written
-            ):  # what a caller writes into a layer is the caller's
+            # What a caller has written into a layer is the caller's.
+            if key not in self._layers or self._layers[key][1].written:
                 layer = self.read_layer(index, view, range(self.architecture.n_heads))
                 self._layers[key] = layer, Watch(layer.tensors().values())
                 while len(self._layers) > _CACHED_LAYERS:
