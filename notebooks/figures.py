@@ -24,8 +24,8 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 INK, QUIET, RULE = "#262626", "#6b6b6b", "#d9d9d9"
 # Okabe & Ito's colours, told apart with any colour vision: highlights first, grey for everything else.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#a6a6a6"
-# Negative, nothing, positive; zero is white (use with zmid=0).
-DIVERGING = [[0.0, "#8c3a04"], [0.25, "#e08f52"], [0.5, "#ffffff"], [0.75, "#62a1cb"], [1.0, "#08456f"]]
+# Negative, nothing, positive, the way round that pages and ov.figures have; zero is white (use with zmid=0).
+DIVERGING = [[0.0, "#08456f"], [0.25, "#62a1cb"], [0.5, "#ffffff"], [0.75, "#e08f52"], [1.0, "#8c3a04"]]
 # Nothing to much.
 SEQUENTIAL = [[0.0, "#ffffff"], [0.25, "#c3dbeb"], [0.5, "#7bb0d4"], [0.75, "#2f7fb5"], [1.0, "#08456f"]]
 
