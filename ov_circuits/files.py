@@ -28,8 +28,6 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
             raise CircuitsError(
                 f"cannot write to {target}: it is no regular file; name a file, or use --json for a stream"
             )
-        if not target.parent.is_dir():
-            raise CircuitsError(f"cannot write {target}: the folder {target.parent} does not exist; create it first")
     except CircuitsError:  # which is a ValueError too
         raise
     except (OSError, ValueError) as error:
@@ -40,6 +38,11 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         try:
             temporary.touch(0o600, exist_ok=False)
         except OSError as error:
+            folder = target.parent
+            if not folder.is_dir():
+                raise CircuitsError(
+                    f"cannot write {target}: the folder {folder} does not exist; create it first"
+                ) from error
             raise _refused(target, error) from error
         yield temporary
         temporary.chmod(0o666 & ~_umask())
@@ -47,7 +50,7 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
     except OSError as error:
         raise CircuitsError(f"cannot write {target}: {error.strerror or error}; nothing was left there") from error
     except CircuitsError as error:  # a writer inside may name the temporary file, which the user never sees
-        raise CircuitsError(str(error).replace(str(temporary), str(target))) from error
+        raise CircuitsError(str(error).replace(str(temporary), str(target))) from error.__cause__ or error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import ov_circuits as ov
 from ov_circuits.errors import CircuitsError
 from ov_circuits.scores.board import Board
+from ov_circuits.scores.saved import forget
 
 COPYING = "eigen_copying_full,ov_stable_rank,rank_copying_5"
 
@@ -149,14 +150,20 @@ def test_a_result_that_cannot_be_written_costs_no_layer(stories260k: Path, tmp_p
     assert target.exists() and not parts_of(target)
 
 
+@pytest.mark.parametrize("when", ["before it writes", "before it renames", "and another piece made the folder anew"])
 def test_a_run_beside_another_of_the_same_target_that_ends_first(
-    stories260k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, stories260k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, write = tmp_path / "heads.parquet", pd.DataFrame.to_parquet
 
-    def taken_away(frame: pd.DataFrame, *args: Any, **kwargs: Any) -> None:
-        shutil.rmtree(tmp_path / ".heads.parquet.parts")
-        write(frame, *args, **kwargs)
+    def taken_away(frame: pd.DataFrame, path: Path, **kwargs: Any) -> None:
+        if when == "before it writes":
+            forget(target)
+        write(frame, path, **kwargs)
+        if when != "before it writes":
+            forget(target)
+        if when == "and another piece made the folder anew":
+            path.parent.mkdir(exist_ok=True)
 
     model = ov.load(stories260k)
     monkeypatch.setattr(pd.DataFrame, "to_parquet", taken_away)

@@ -72,10 +72,10 @@ class SavedPieces:
                 with temporary.open("rb") as written:
                     os.fsync(written.fileno())  # a part that is there after a crash must hold its rows
         except (OSError, CircuitsError) as error:
-            if made and not self._folder.is_dir():
-                return rows  # another run has finished the same target, and taken the folder away
-            drop_if_empty(self._folder)
             cause = error if isinstance(error, OSError) else error.__cause__
+            if made and (isinstance(cause, FileNotFoundError) or not self._folder.is_dir()):
+                return rows  # another run has finished the same target, and taken away what lay there
+            drop_if_empty(self._folder)
             raise CircuitsError(
                 f"cannot keep finished layers beside {self._target}: {getattr(cause, 'strerror', None) or error}; "
                 "make room there and start again: what is finished is kept"
