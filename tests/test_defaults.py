@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from inspect import isfunction
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pandas as pd
@@ -67,6 +68,30 @@ def device(name: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextmanager
+def products_of_onednn(precision: str) -> Iterator[None]:
+    """As torch.backends says it; the older function then only raises."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    matmul.fp32_precision = precision
+    try:
+        yield
+        assert matmul.fp32_precision == precision
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture(scope="module")
 def ordinary() -> Callable[[str], Any]:
     found: dict[str, Any] = {}
@@ -79,6 +104,9 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "meta": lambda: device("meta"),  # a tensor there has no numbers: whatever meets one fails
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference": torch.inference_mode,
+    # Both send torch's own products to another library here; on a processor with AMX, and on GPUs, they have fewer bits too.
+    "medium products": lambda: products("medium"),
+    "bfloat16 products of one library": lambda: products_of_onednn("bf16"),
 }
 
 
@@ -113,6 +141,30 @@ def test_the_modes_are_the_callers_again_afterwards() -> None:
         with pytest.raises(ov.CircuitsError, match="no head 99"):
             ov.load().head("99.0")
         assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
+
+
+def test_products_are_whole_until_the_last_of_many_calls_has_ended() -> None:
+    """One setting for all threads: a call that ends must not take it from another, nor one that comes later keep it."""
+    inside, first_gone, seen = Event(), Event(), []
+
+    @ordinary_function
+    def first() -> None:
+        assert inside.wait(60)
+
+    @ordinary_function
+    def second() -> None:
+        inside.set()
+        assert first_gone.wait(60)
+        seen.append(torch.get_float32_matmul_precision())
+
+    with products("medium"):
+        threads = [Thread(target=first), Thread(target=second)]
+        threads[0].start()
+        threads[1].start()
+        threads[0].join()
+        first_gone.set()
+        threads[1].join()
+    assert seen == ["highest"]
 
 
 _DATA = {"tensor", "as_tensor", "asarray", "full"}  # what they are given says what they hold

@@ -33,28 +33,41 @@ def test_linear_layers_of_any_size_are_right(shape, with_bias, assert_close):
 @pytest.fixture
 def taken(monkeypatch):
     """Shapes of what was given to oneDNN."""
-    shapes, packed = [], torch.Tensor.to_mkldnn
-    monkeypatch.setattr(torch.Tensor, "to_mkldnn", lambda self: shapes.append(tuple(self.shape)) or packed(self))
+    shapes, linear = [], products._onednn_linear
+    monkeypatch.setattr(
+        products, "_onednn_linear", lambda x, W, bias=None: shapes.append(tuple(x.shape)) or linear(x, W, bias)
+    )
     return shapes
 
 
 def test_large_layers_take_the_fast_road_and_small_or_foreign_ones_do_not(taken):
-    large, small = random(700, 300), random(3, 300)
+    large, small = random(20, 300), random(3, 300)
     W = random(200, 300)
     with torch.no_grad(), FastLinears():
         F.linear(large, W)
         F.linear(small, W)
         F.linear(large.double(), W.double())
-    assert taken == [(700, 300)]
+    assert taken == [(20, 300)]
     with FastLinears():  # gradients are asked for
         F.linear(large, W.requires_grad_()).sum().backward()
-    assert taken == [(700, 300)] and W.grad is not None
+    assert taken == [(20, 300)] and W.grad is not None
 
 
-def test_products_with_a_transpose(assert_close):
-    x, y = random(40, 300), random(50, 300, seed=1)
+@pytest.mark.parametrize("second", ["whole", "columns", "rows apart", "columns apart", "one row"])
+@pytest.mark.parametrize("first", [(40, 300), (70, 300), (2, 40, 300), (0, 300), (40, 0)])
+def test_products_with_a_transpose(first, second, assert_close):
+    x, wide = random(*first), random(100, 2 * first[-1], seed=1)
+    y = {
+        "whole": wide[:50, : first[-1]].contiguous(),
+        "columns": wide[:50, : first[-1]].mT.contiguous().mT,
+        "rows apart": wide[::2, : first[-1]],
+        "columns apart": wide[:50, ::2],
+        "one row": wide[:1, : first[-1]].expand(50, -1),
+    }[second]
     with torch.no_grad():
-        assert_close(times_transpose(x, y), x.double() @ y.double().mT, 1e-6)
+        ours = times_transpose(x, y)
+    assert ours.shape == (*first[:-1], 50)
+    assert_close(ours, x.double() @ y.double().mT, 1e-6)
     assert torch.equal(times_transpose(x.double(), y.double()), x.double() @ y.double().mT)
 
 
@@ -137,9 +150,10 @@ def test_a_running_model_uses_it(stories260k, taken, monkeypatch, assert_close):
 
     model = ov.load(stories260k)
     tokens = list(range(3, 103))
+    monkeypatch.setattr(products, "_WORTH_PREPARING", 1e9)
     plain = model.trace(tokens)
     assert not taken
-    monkeypatch.setattr(products, "_WORTH_PACKING", 0)
+    monkeypatch.setattr(products, "_WORTH_PREPARING", 0)
     fast = model.trace(tokens)
     assert len(taken) == 7 * model.n_layers + 1  # q, k, v, o, gate, up, down; and the unembedding
     assert_close(fast.logits, plain.logits, 1e-5)

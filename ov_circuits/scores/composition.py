@@ -43,7 +43,7 @@ from ov_circuits.linalg.nulls import (
     subspace_null,
 )
 from ov_circuits.linalg.pairwise import gram_root, pairwise_energy
-from ov_circuits.linalg.products import row_gram
+from ov_circuits.linalg.products import many_products, row_gram
 from ov_circuits.linalg.threads import side_by_side
 from ov_circuits.model import Head, Layer, Model
 
@@ -388,7 +388,10 @@ class _LayerSides:
         root = gram_root(rest) / energy.sqrt()[:, None, None]
         # The roots are exact; one float32 product of r terms moves a norm by less than 1e-7, as its errors average out.
         norm, cube = (product * product.mT).sum((-2, -1)).sqrt(), (product @ product * product.mT).sum((-2, -1))
-        return _Sides(root.to(W.dtype) @ W, torch.stack([norm / energy, cube / energy**3], -1))
+        return _Sides(
+            many_products(root.to(W.dtype), W, out=torch.empty_like(W, memory_format=torch.contiguous_format)),
+            torch.stack([norm / energy, cube / energy**3], -1),
+        )
 
     @cached_property
     def _gram_Q(self) -> Tensor:
