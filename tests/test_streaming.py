@@ -28,11 +28,18 @@ from ov_circuits.scores import pieces as pieces_module
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every embedding counts as too large to be kept, and blocks are a few rows."""
     monkeypatch.setattr(source_module, "HELD_EMBEDDING_BYTES", 0)
-    monkeypatch.setattr(rows_module, "BLOCK_BYTES", 2000)
+    blocks_of(monkeypatch, 2000, 1)
 
 
-def test_rows_are_the_matrix_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "BLOCK_BYTES", 4 * 5 * 3)  # three rows
+def blocks_of(monkeypatch: pytest.MonkeyPatch, size: int, rows: int) -> None:
+    """Blocks of so many bytes, and at least so many rows."""
+    monkeypatch.setattr(rows_module, "_BLOCK_BYTES", size)
+    monkeypatch.setattr(rows_module, "_LEAST_ROWS", rows)
+
+
+@pytest.mark.parametrize(("size", "least"), [(4 * 5 * 3, 1), (1, 3)])
+def test_rows_are_the_matrix_they_stand_for(monkeypatch: pytest.MonkeyPatch, size: int, least: int) -> None:
+    blocks_of(monkeypatch, size, least)  # three rows either way
     M = torch.randn(11, 5, generator=torch.Generator().manual_seed(0))
     read: list[slice] = []
 
