@@ -17,6 +17,7 @@ from ov_circuits.report.examples import examples_payload
 from ov_circuits.scores.board import SCORES
 from ov_circuits.scores.directions import directions
 from ov_circuits.trace.behaviours import BEHAVIOURS
+from ov_circuits.words import token_text
 
 # What takes seconds, where a test is about something else.
 BARE = {"behaviours": False, "scan": 0, "ablation": 0}
@@ -219,6 +220,10 @@ def test_pairs_of_tokens_that_are_asked_for_are_on_the_map(story):
     keys = {score["key"]: score["label"] for score in page["scores"] if score["group"] == "Token pairs"}
     assert list(keys) == ["entry_1", "entry_1_rank", "entry_2", "entry_2_rank"]
     assert keys["entry_1"] == "Entry ·a → ·little"
+    assert [score["pair"] for score in page["scores"] if "pair" in score] == [
+        [" a", " little"],
+        [token_text(model, 1), token_text(model, 2)],
+    ]
     frame = ov.token_pair(model, " a", " little")
     assert page["values"]["entry_1"] == pytest.approx(frame["above_mean"].tolist(), rel=1e-4)
     assert page["values"]["entry_1_rank"] == frame["rank"].tolist()

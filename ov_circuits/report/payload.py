@@ -194,6 +194,7 @@ def _entry_scores(place: int, frame: pd.DataFrame) -> Iterator[tuple[dict[str, A
         common
         | {
             "key": f"entry_{place}",
+            "pair": [frame.attrs["source"], frame.attrs["output"]],  # the page's search of tokens finds it by these
             "label": f"Entry {pair}",
             "diverging": True,
             "note": f"What full attention to the first token does to the logit of the second, {pair}, less what it does to the "

@@ -175,8 +175,56 @@ def test_click_deep_link_and_back(tab, pages):
     page = tab().open(pages(), "#3.5")
     assert page.inner_text("h2") == "Head 3.5"
     assert page.title().startswith("Head 3.5")
-    page = tab().open(pages(), "#99.1")
-    assert "no head" in page.inner_text("[role=alert]")
+
+
+@pytest.mark.parametrize("address", ["99.1", "%", "%E0%A4", "compare/0.1,99.1", "compare/", "paths/9.9", "constructor"])
+def test_an_address_of_nothing_leads_to_the_atlas_and_says_so(tab, pages, address):
+    page = tab().open(pages(), f"#{address}")
+    assert "no head or view" in page.inner_text("[role=alert]")
+    assert page.locator(".map-panel .cell").count() == HEADS
+    page.click(".map-panel .cell >> nth=8")
+    wait_for_heading(page, "Head 1.2")
+    page.evaluate("address => { location.hash = address }", address)
+    page.wait_for_selector(".atlas")
+
+
+def test_back_leads_to_the_place_that_was_left(tab, pages):
+    page = tab().open(pages(), "#prompt")
+    link = page.locator(".received tbody a").last
+    link.focus()
+    left = page.evaluate("scrollY")
+    assert left > 900
+    label = link.inner_text()
+    page.keyboard.press("Enter")
+    wait_for_heading(page, f"Head {label}")
+    assert page.evaluate("scrollY") < 300
+    page.go_back()
+    page.wait_for_selector(".received tbody a")
+    assert page.evaluate("scrollY") == left
+    page.go_forward()
+    wait_for_heading(page, f"Head {label}")
+    assert page.evaluate("scrollY") < 300
+
+
+@pytest.mark.parametrize("way", ["Escape", "back", "link"])
+def test_the_keyboard_is_back_on_the_head_that_it_left(tab, pages, way):
+    page = tab().open(pages())
+    page.focus(".map-panel .cell >> nth=0")
+    for key in ("ArrowRight", "ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    wait_for_heading(page, "Head 1.1")
+    if way == "Escape":
+        page.keyboard.press("Escape")
+    elif way == "back":
+        page.go_back()
+    else:
+        page.focus("text=← Atlas")
+        page.keyboard.press("Enter")
+    page.wait_for_selector(".atlas")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Head 1.1")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Head 1.2")
+    assert page.locator(".map-panel .cell[tabindex='0']").count() == 1
 
 
 FILTERS = [
@@ -223,6 +271,45 @@ def test_filter(tab, pages):
     # A head that does not have the score satisfies no comparison.
     page.fill("#filter", "composition_k_z > -1000 or composition_k_z < -1000")
     assert shown_heads(page) == HEADS - 1
+
+
+def test_a_filter_asks_for_a_scores_z(tab, tmp_path):
+    payload = make_payload(n_layers=2, n_heads=2)
+    payload["chance"] = {"eigen_copying_ov": {"note": "", "mean": [0.0] * 4, "z": [-2.0, 4.0, None, 5.0]}}
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path)
+    for text, wanted in (
+        ("eigen_copying_ov_z > 3", 2),
+        ("COPYING_Z < 4.5 and LAYER == 0", 2),
+        ("not copying_z > 3", 2),
+        ("ov_z < 5", 2),
+    ):
+        page.fill("#filter", text)
+        assert page.inner_text("#filter-message") == ""
+        assert shown_heads(page) == wanted, text
+    page.fill("#filter", "frobenius_norm_z > 3")
+    assert "no score “frobenius_norm_z”" in page.inner_text("#filter-message")
+
+
+def test_the_search_finds_a_pair_that_the_file_was_made_for(tab, tmp_path):
+    payload = make_payload(n_layers=2, n_heads=2, tokens=[" in", " the"])
+    common = {"group": "Token pairs", "range": None, "source": "", "note": ""}
+    entry = {"key": "entry_1", "label": "Entry", "diverging": True, "pair": [" France", " <b>Paris"]}
+    payload["scores"] += [common | entry, common | {"key": "entry_1_rank", "label": "Rank", "diverging": False}]
+    payload["values"] |= {"entry_1": [0.5, -1.0, 7.25, None], "entry_1_rank": [1203.0, 40_000.0, 6.0, None]}
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path)
+    for reads, writes in (('" France"', "paris"), ("france", ""), ("", "·<b>Par")):
+        page.fill("#search-reads", reads)
+        page.fill("#search-writes", writes)
+        page.wait_for_function("document.querySelectorAll('.hits li').length === 2")
+        assert page.inner_text(".hits li >> nth=0") == "1.0 reads ·France and writes ·<b>Paris entry +7.25, rank 6"
+        assert page.inner_text(".hits li >> nth=1").endswith("entry +0.50, rank 1\u202f203")
+        assert shown_heads(page) == 2
+    page.fill("#search-reads", "Spain")
+    page.wait_for_function("document.querySelector('.results').textContent.includes('No direction')")
 
 
 def test_sorting(tab, pages):
@@ -584,6 +671,24 @@ def test_ablation_stands_beside_attribution(tab, pages):
     page.click(".effects button:has-text('Loss')")
     largest = ablation["head"][int(np.abs(ablation["answer_loss_change"]).argmax())]
     assert page.inner_text(f"{first} >> th") == f"{largest // 6}.{largest % 6}"
+
+
+@pytest.mark.parametrize(
+    ("total", "says"),
+    [(1.5, "later parts add 0.50"), (0.4, "later parts make up for 0.60"), (-0.4, "later parts make up for 1.40")],
+)
+def test_what_goes_against_a_heads_own_part_makes_up_for_it(tab, tmp_path, total, says):
+    payload = make_payload(n_layers=2, n_heads=2)
+    ablation = payload["prompt"]["ablation"]
+    for name, value in (("direct_effect", 1.0), ("total_effect", total)):
+        ablation[name] = [value] * len(ablation["head"])
+    path = tmp_path / "page.html"
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path, "#prompt")
+    page.wait_for_selector(".ablation .chart.drawn")
+    page.locator(".ablation .point").last.hover(force=True)
+    page.wait_for_selector(".tooltip:visible")
+    assert says[:-1] in page.inner_text(".tooltip")
 
 
 def test_a_destination_token_is_decomposed_by_head_and_source(tab, pages):

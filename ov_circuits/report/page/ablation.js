@@ -41,7 +41,7 @@ function ablationPart() {
 
 function answered({ direct, total }) {
   const rest = total - direct;
-  const way = Math.sign(rest) === Math.sign(total) ? 'later parts add' : 'later parts make up for';
+  const way = rest * direct < 0 ? 'later parts make up for' : 'later parts add';
   return `${way} ${format(Math.abs(rest), { digits: 2 })}`;
 }
 

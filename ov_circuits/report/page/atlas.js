@@ -99,7 +99,7 @@ function filterTools() {
   });
   const names = h('details.names', {}, h('summary', {}, 'Names for the filter'),
     h('p', {}, 'Comparisons ', h('code', {}, '<  <=  >  >=  ==  !='), ', joined by ', h('code', {}, 'and'), ', ', h('code', {}, 'or'), ', ', h('code', {}, 'not'),
-      ' and parentheses; ', h('code', {}, 'abs( )'), '. A part of a name will do; of several scores that have it, the first is taken.'),
+      ' and parentheses; ', h('code', {}, 'abs( )'), '. A part of a name will do; of several scores that have it, the first is taken. ', h('code', {}, '_z'), ' after a name asks for its distance from chance, in standard deviations.'),
     h('ul', {}, [['layer', 'layer'], ['head', 'head within the layer'], ...(data.grouped ? [['kv', 'key/value head']] : []), ...data.scores.map((score) => [score.key, score.label])]
       .map(([key, label]) => h('li', {}, h('button.name', {
         type: 'button', title: label, onclick: () => {
@@ -210,7 +210,19 @@ function searchTokens(cards, search, reads, writes) {
   });
   found.sort((a, b) => a.place - b.place || b.energy - a.energy);
   pairs.sort((a, b) => b.value - a.value);
-  return { found: [...pairs, ...found], heads };
+  const entries = askedFor(reads, writes);
+  for (const { head } of entries) heads.add(head);
+  return { found: [...entries, ...pairs, ...found], heads };
+}
+
+const ENTRIES_A_PAIR = 10;
+
+/** Of pairs that the file was made with (`--token-pair`), the heads that raise the output most where they see the source. */
+function askedFor(reads, writes) {
+  const means = (token, query) => !query || matchTokens([token], query).size > 0;
+  return data.scores.filter(({ pair }) => pair && means(pair[0], reads) && means(pair[1], writes)).flatMap(({ key, pair: [read, write] }) =>
+    Array.from({ length: data.count }, (_, head) => ({ head, read, write, value: data.value(key, head), rank: data.value(`${key}_rank`, head) }))
+      .filter(({ value }) => value > 0).sort((a, b) => b.value - a.value).slice(0, ENTRIES_A_PAIR));
 }
 
 function searchResults({ found: all }) {
@@ -228,7 +240,8 @@ function searchResults({ found: all }) {
       hit.read !== null ? [' reads ', tokenChip(hit.read)] : null,
       hit.read !== null && hit.write !== null ? ' and' : null,
       hit.write !== null ? [' writes ', tokenChip(hit.write)] : null,
-      hit.direction === undefined ? h('span.soft.nowrap', { title: 'Strongest token pair: its entry of the full OV circuit' }, ` pair, ${format(hit.value, { sign: true })}`)
+      hit.rank !== undefined ? h('span.soft.nowrap', { title: 'Its entry of the full OV circuit above the mean of its row, and the place in that row' }, ` entry ${format(hit.value, { sign: true })}, rank ${wholeNumber(hit.rank)}`)
+        : hit.direction === undefined ? h('span.soft.nowrap', { title: 'Strongest token pair: its entry of the full OV circuit' }, ` pair, ${format(hit.value, { sign: true })}`)
         : h('span.soft.nowrap', { title: 'Index of the direction, its end, its share of the squared norm of OV, and the place of the token at that end' },
           ` ${hit.direction + 1}${hit.end === 'plus' ? '+' : MINUS}, ${percent(hit.energy)}, place ${hit.place + 1}`)))));
 }

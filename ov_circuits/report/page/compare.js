@@ -1,7 +1,7 @@
 function compareView(heads) {
   const place = h('div', {}, h('p.loading', {}, 'Reading the cards in this file …'));
   const node = h('div.compare', {}, h('nav.card-nav', { 'aria-label': 'Heads' }, h('a', { href: '#', data: { nav: 'atlas' } }, '← Atlas')),
-    h('h2', {}, heads.length ? `Heads ${heads.map(data.label).join(', ')}` : 'No heads to compare'), place);
+    h('h2', {}, `Heads ${heads.map(data.label).join(', ')}`), place);
   const draw = async () => {
     const [cards, composition, spaces] = await Promise.all([data.cards(), data.composition(), data.spaces()]);
     const patterns = await Promise.all(heads.map((i) => (data.prompt?.pattern ? arrayRow(data.prompt.pattern, i) : null)));

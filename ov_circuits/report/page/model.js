@@ -104,14 +104,17 @@ const state = {
 };
 
 function resolveName(name) {
-  const known = new Map([['layer', data.layerOf], ['head', data.headOf], ['kv', data.groupOf]]).get(name);
-  if (known) return known;
-  const keys = data.scores.map((score) => score.key);
   const lower = name.toLowerCase();
+  const place = new Map([['layer', data.layerOf], ['head', data.headOf], ['kv', data.groupOf]]).get(lower);
+  if (place) return place;
+  const columns = new Map(data.scores.map(({ key }) => [key, (i) => data.value(key, i)]));
+  // `_z` behind a name, or a part of one, is the score's distance from chance.
+  const z = new Map(Object.entries(data.payload.chance ?? {}).map(([key, chance]) => [`${key}_z`, (i) => chance.z[i]]));
+  const [keys, part] = lower.endsWith('_z') ? [[...columns.keys(), ...z.keys()], lower.slice(0, -2)] : [[...columns.keys()], lower];
   const exact = keys.find((key) => key.toLowerCase() === lower);
-  const near = exact ? [exact] : keys.filter((key) => key.toLowerCase().includes(lower));
+  const near = exact ? [exact] : keys.filter((key) => key.toLowerCase().includes(part) && (part === lower || key.endsWith('_z')));
   if (near.length > 1) state.filterNotes.push(`“${name}” is taken for ${near[0]}; ${near.slice(1, 5).join(', ')}${near.length > 5 ? ', …' : ''} would fit as well.`);
-  if (near.length) return (i) => data.value(near[0], i);
+  if (near.length) return columns.get(near[0]) ?? z.get(near[0]);
   throw new FilterError(`there is no score “${name}”; the names are listed below`);
 }
 

@@ -47,12 +47,11 @@ function headMap({ compact = false, key = () => state.score, current = null, lab
 
   let active = current ?? 0;
   cells[active].tabIndex = 0;
-  const focus = (i) => {
+  grid.addEventListener('focusin', (event) => {
     cells[active].tabIndex = -1;
-    active = i;
+    active = Number(event.target.closest('.cell').dataset.key);
     cells[active].tabIndex = 0;
-    cells[active].focus();
-  };
+  });
   grid.addEventListener('keydown', (event) => {
     const cell = event.target.closest('.cell');
     if (!cell || event.altKey || event.metaKey) return;
@@ -64,7 +63,7 @@ function headMap({ compact = false, key = () => state.score, current = null, lab
       Home: event.ctrlKey ? 0 : i - head, End: event.ctrlKey ? data.count - 1 : i - head + nHeads - 1,
       PageUp: head, PageDown: data.count - nHeads + head,
     }[event.key];
-    if (to !== undefined) { focus(to); event.preventDefault(); }
+    if (to !== undefined) { cells[to].focus(); event.preventDefault(); }
     else if (event.key === 'Enter' || event.key === ' ') { go(data.label(i)); event.preventDefault(); }
     else if (event.key === 'c' && !event.ctrlKey) toggleCompare(i);
   });

@@ -86,8 +86,15 @@ function toggleTheme() {
   setTheme(theme);
 }
 
-function parseRoute(hash) {
-  const text = decodeURIComponent(hash.replace(/^#/, ''));
+/** An address as text; one that a mail program broke (`%` alone) is taken as it stands. */
+function addressText(hash) {
+  const text = hash.replace(/^#/, '');
+  try { return decodeURIComponent(text); } catch { return text; }
+}
+
+const parseRoute = (hash) => ({ ...routeOf(addressText(hash)), address: addressText(hash) });
+
+function routeOf(text) {
   const one = (label) => {
     const match = /^(?:L(\d+)H(\d+)|(\d+)\.(\d+))$/i.exec(label.trim());
     return match ? data.index(Number(match[1] ?? match[3]), Number(match[2] ?? match[4])) : null;
@@ -98,7 +105,8 @@ function parseRoute(hash) {
   if (step && data.holds('generation')) return { name: 'generation', step: Math.max(0, Number(step[1] ?? 1) - 1) };
   if (text === 'paths' && data.holds('composition')) return { name: 'paths', head: null };
   if (text.startsWith('paths/') && data.holds('composition') && one(text.slice(6)) !== null) return { name: 'paths', head: one(text.slice(6)) };
-  if (text.startsWith('compare/')) return { name: 'compare', heads: text.slice(8).split(',').map(one).filter((i) => i !== null) };
+  const compared = text.startsWith('compare/') ? text.slice(8).split(',').map(one) : [];
+  if (compared.length && !compared.includes(null)) return { name: 'compare', heads: [...new Set(compared)] };
   const head = one(text);
   if (head !== null) return { name: 'head', head };
   return { name: 'atlas', unknown: text && text !== 'main-content' ? text : null };
@@ -106,6 +114,7 @@ function parseRoute(hash) {
 
 /** Moves to a view through the address, so that back works; where there is no address (some notebook frames), directly. */
 function go(route) {
+  keepPlace();
   try {
     if (location.hash.replace(/^#/, '') !== route) {
       location.hash = route;
@@ -117,19 +126,32 @@ function go(route) {
 
 let view = null;
 let main = null;
-let atlasScroll = 0;
 
-function show(route) {
+/** Where each address was left: how far down, how tall it was, and what had the focus. Back leads there, and so does the way to the atlas. */
+const places = new Map();
+
+function keepPlace() {
+  const { dataset, tagName } = document.activeElement;
+  const focused = dataset.key !== undefined ? `.map [data-key="${dataset.key}"]` : tagName === 'A' ? `a[href="${document.activeElement.getAttribute('href')}"]` : null;
+  places.set(state.route.address, { y: scrollY, height: main.offsetHeight, focused });
+}
+
+/** An entry of the history that was shown before is one that back or forward leads to. Some notebook frames have no history. */
+function markEntry() {
+  try { history.replaceState('shown', ''); } catch { /* every entry is a new one */ }
+}
+
+function show(route, again = false) {
   hideTooltip();
-  if (state.route?.name === 'atlas') atlasScroll = scrollY;
-  const first = state.route === null;
+  const left = state.route;
   state.route = route;
+  markEntry();
   view = {
     atlas: () => atlasView(), head: () => headView(route.head), prompt: () => promptView(), paths: () => pathsView(route.head), compare: () => compareView(route.heads),
     set: () => setView(), generation: () => generationView(route.step),
   }[route.name]();
   main.replaceChildren(...[
-    route.unknown ? h('p.message', { role: 'alert' }, `There is no head “${clip(route.unknown, 40)}” in this model; this is the atlas.`) : null, view.node,
+    route.unknown ? h('p.message', { role: 'alert' }, `There is no head or view “${clip(route.unknown, 40)}” on this page; this is the atlas.`) : null, view.node,
   ].filter(Boolean));
   document.body.dataset.view = route.name;
   document.title = route.name === 'atlas' ? data.payload.title : `${view.title} · ${data.payload.title}`;
@@ -140,13 +162,19 @@ function show(route) {
     else link.removeAttribute('aria-current');
   }
   view.update();
-  if (first) return;
-  if (view.focus) {
+  if (left === null) return;
+  const place = again || route.name === 'atlas' ? places.get(route.address) : null;
+  const focused = (place?.focused && main.querySelector(place.focused)) ?? (left.name === 'head' ? main.querySelector(`.atlas .map [data-key="${left.head}"]`) : null);
+  if (focused) focused.focus({ preventScroll: true });
+  else if (view.focus) {
     const heading = view.node.querySelector(view.focus);
     heading.tabIndex = -1;
     heading.focus({ preventScroll: true });
   }
-  scrollTo(0, route.name === 'atlas' ? atlasScroll : Math.min(scrollY, main.offsetTop - 16));
+  // Parts that are still being read will take their room again; until then it is kept free.
+  main.style.minHeight = place ? `${place.height}px` : '';
+  if (place) setTimeout(() => { if (state.route === route) main.style.minHeight = ''; }, 2000);
+  scrollTo(0, place?.y ?? (route.name === 'atlas' ? 0 : Math.min(scrollY, main.offsetTop - 16)));
 }
 
 /** The table that stands in for the page, and why. */
@@ -172,7 +200,10 @@ async function start() {
   nameTheme();
 
   addEventListener('hashchange', () => {
-    if (location.hash !== '#main-content') show(parseRoute(location.hash));
+    if (location.hash === '#main-content') return;
+    const again = history.state === 'shown';
+    if (again) keepPlace();
+    show(parseRoute(location.hash), again);
   });
   document.addEventListener('click', (event) => {
     const link = event.target.closest('a[href^="#"]');
@@ -202,6 +233,8 @@ async function start() {
   addEventListener('beforeprint', () => { onScreen = document.documentElement.dataset.theme; if (onScreen === 'dark') setTheme('light'); });
   addEventListener('afterprint', () => { if (onScreen === 'dark') setTheme('dark'); });
 
+  // Parts of a view come after it, so the page itself goes back to where the reader was.
+  history.scrollRestoration = 'manual';
   show(parseRoute(location.hash));
   followNotebook();
   document.querySelector('.static').remove();
