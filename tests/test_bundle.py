@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
@@ -81,6 +82,7 @@ def test_every_file_is_in_the_manifest_with_its_hash(bundle, stories260k):
     assert manifest["files"] == {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
     weights = hashlib.sha256((stories260k / "model.safetensors").read_bytes()).hexdigest()
     assert manifest["checkpoint"]["model.safetensors"] == weights
+    assert manifest["threads"] == torch.get_num_threads()
     assert manifest["view"] == "folded" and manifest["seeds"] == {"nulls": 0, "probes": list(range(8))}
     assert manifest["versions"]["ov_circuits"] == ov.__version__ and "torch" in manifest["versions"]
     assert manifest["prompt"]["quantity"] == "logit difference ' little' - ' big'"

@@ -187,6 +187,21 @@ def test_distances_and_maps_of_another_frame_too():
 def test_a_column_that_is_not_there_is_named(story):
     with pytest.raises(CircuitsError, match="no column 'copyng'"):
         F.head_map(story[2], "copyng")
+    with pytest.raises(CircuitsError, match="no column 'layer'"):
+        F.head_map(pd.DataFrame({"a": [1.0, 2.0]}), "a")
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda board: F.head_map(board, "head"),
+        lambda board: F.score_scatter(board, "ov_stable_rank", "reads_plus"),
+        lambda board: F.score_scatter(board, "ov_stable_rank", "ov_stable_rank", colour="head"),
+    ],
+)
+def test_a_column_of_words_is_no_score(story, draw):
+    with pytest.raises(CircuitsError, match=r"holds no numbers: draw one of layer, index, .*ov_stable_rank"):
+        draw(story[2])
 
 
 def test_figures_can_be_restyled(story):

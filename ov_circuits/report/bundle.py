@@ -5,9 +5,10 @@
                           what else was asked for: ablation, attribution, examples, generation
     cards/9.9.json        one card a head
     figures/*.svg, *.png  the main figures
-    manifest.json         versions, the checkpoint's hashes, view, seed, prompt, and the hash of every file above
+    manifest.json         versions, threads, the checkpoint's hashes, view, seed, prompt, and the hash of every file above
 
-The same checkpoint, options and versions give the same bytes: nothing in it knows the time or the place.
+The same checkpoint, options, versions and threads give the same bytes: nothing in it knows the time or the place. Another number
+of threads sums in another order, and last digits differ.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import torch
 
 import ov_circuits
 from ov_circuits.errors import CircuitsError
@@ -247,6 +249,7 @@ def _manifest(results: Results, folder: Path, left_out: str | None) -> dict[str,
             "python": platform.python_version(),
             **{name: found for name in _PACKAGES if (found := _version(name))},
         },
+        "threads": torch.get_num_threads(),
         "seeds": {"nulls": results.seed, "probes": results.board.attrs.get("probes", {}).get("seeds", [])},
         "draws": DRAWS,
         "scores": [key for key in results.board.columns if key in results.board.attrs["sources"]],

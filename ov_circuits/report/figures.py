@@ -101,7 +101,7 @@ def head_map(board: pd.DataFrame, score: str) -> go.Figure:
         board: of :func:`ov_circuits.scoreboard`, or any frame with ``layer``, ``index`` and the score's column.
         score: the column; on a map centred on zero where it holds negative values.
     """
-    grid = board.pivot(index="layer", columns="index", values=_column(board, score))
+    grid = board.pivot(index=_numbers(board, "layer"), columns=_numbers(board, "index"), values=_numbers(board, score))
     figure = _heat(grid.to_numpy(), title=_label(score), x=grid.columns.tolist(), y=grid.index.tolist())
     figure.update_traces(hovertemplate="head %{y}.%{x}<br>%{z:.4g}<extra></extra>")
     figure.update_layout(
@@ -117,12 +117,12 @@ def score_scatter(board: pd.DataFrame, x: str, y: str, colour: str = "layer") ->
     """Two columns of the scoreboard against each other, one point a head."""
     import plotly.graph_objects as go
 
-    values = board[_column(board, colour)]
+    values = board[_numbers(board, colour)]
     marker = {"size": 9, "line": {"width": 0.75, "color": "#8b857a"}, "color": values, **_scale(values, _label(colour))}
     figure = go.Figure(
         go.Scatter(
-            x=board[_column(board, x)],
-            y=board[_column(board, y)],
+            x=board[_numbers(board, x)],
+            y=board[_numbers(board, y)],
             mode="markers",
             text=board["head"],
             marker=marker,
@@ -573,9 +573,12 @@ def _finish(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
     )
 
 
-def _column(frame: pd.DataFrame, name: str) -> str:
+def _numbers(frame: pd.DataFrame, name: str) -> str:
+    """The name of a column of numbers."""
     if name not in frame:
         raise CircuitsError(f"the frame has no column {name!r}: it has {', '.join(map(str, frame.columns))}")
+    if not pd.api.types.is_numeric_dtype(frame[name]):
+        raise CircuitsError(f"column {name!r} holds no numbers: draw one of {', '.join(frame.select_dtypes('number'))}")
     return name
 
 
