@@ -395,6 +395,18 @@ def test_box_on_the_scatter_keeps_its_heads(tab, pages):
     assert 0 < shown_heads(page) < HEADS
 
 
+def test_an_axis_of_the_scatter_may_be_the_layer(tab, pages):
+    page = tab().open(pages())
+    page.select_option("#score-x", label="Layer")
+    page.wait_for_function("document.querySelector('.scatter-panel .xtitle')?.textContent === 'Layer'")
+    x = page.evaluate("document.querySelector('.scatter-panel .chart-canvas').data[0].x")
+    assert x == [i // 6 for i in range(HEADS)]
+    assert page.locator("#score option", has_text="Layer").count() == 0
+    assert page.locator("table.heads thead th", has_text="Layer").count() == 0
+    page.locator(".scatter-panel .point").first.hover(force=True)
+    assert re.match(r"Head 0\.\d\n(?!Layer)", page.inner_text(".tooltip"))
+
+
 def test_comparison(tab, pages):
     page = tab().open(pages())
     page.click(".map-panel .cell >> nth=3", modifiers=["Shift"])

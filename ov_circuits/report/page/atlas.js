@@ -14,7 +14,7 @@ function atlasView() {
   });
   const scatterTip = (i) => [
     h('strong', {}, `Head ${data.label(i)}`),
-    [...new Set([state.x, state.y, state.score])].map((key) => h('div', {}, `${data.byKey.get(key).label} `, h('b.num', {}, format(data.value(key, i))))),
+    [...new Set([state.x, state.y, state.score])].filter((key) => key !== LAYER).map((key) => h('div', {}, `${data.byKey.get(key).label} `, h('b.num', {}, format(data.value(key, i))))),
     strongestEnds(i),
   ];
   const choose = (name) => (key) => {
@@ -36,8 +36,8 @@ function atlasView() {
           'Click opens a head, arrow keys move, Shift-click or ', h('kbd', {}, 'c'), ' marks for comparison.')),
       h('section.scatter-panel', { 'aria-label': 'Two scores against each other' },
         h('div.field-row', {},
-          h('div.field', {}, h('label', { for: 'score-x' }, 'Across'), scoreSelect('score-x', state.x, choose('x'))),
-          h('div.field', {}, h('label', { for: 'score-y' }, 'Up'), scoreSelect('score-y', state.y, choose('y')))),
+          h('div.field', {}, h('label', { for: 'score-x' }, 'Across'), scoreSelect('score-x', state.x, choose('x'), { layer: true })),
+          h('div.field', {}, h('label', { for: 'score-y' }, 'Up'), scoreSelect('score-y', state.y, choose('y'), { layer: true }))),
         scatter.node,
         h('p.hint', {}, 'Coloured as the map. Drag a box to keep the heads inside it, double-click to let go.'))),
     h('section.table-panel', { 'aria-label': 'Table of heads' }, h('h2', {}, 'Heads'), tools.node, table.node));
@@ -260,7 +260,7 @@ function headTable() {
     return cell;
   };
   function update() {
-    const inView = [...new Set([state.score, state.x, state.y])];
+    const inView = [...new Set([state.score, state.x, state.y])].filter((key) => key !== LAYER);
     const keys = state.allColumns ? data.scores.map((score) => score.key) : [...inView, ...data.scores.map((score) => score.key).filter((key) => !inView.includes(key))].slice(0, COLUMNS);
     const by = state.sort.key ?? state.score;
     const worth = (i) => (by === 'head' ? -i : data.value(by, i));

@@ -1,3 +1,6 @@
+/** The layer as an axis: known like a score, but on no list of them. */
+const LAYER = 'layer';
+
 /** What the page knows about the model, prepared once. */
 function prepare(payload) {
   const { meta, values } = payload;
@@ -17,6 +20,8 @@ function prepare(payload) {
   const groups = [...new Set(scores.map((score) => score.group))];
   scores.sort((a, b) => groups.indexOf(a.group) - groups.indexOf(b.group));
   const byKey = new Map(scores.map((score) => [score.key, score]));
+  byKey.set(LAYER, { key: LAYER, label: 'Layer', diverging: false, range: null });
+  values[LAYER] = Array.from({ length: count }, (_, i) => Math.floor(i / nHeads));
   const scales = new Map();
   const sorted = new Map();
   const later = new Set(payload.later);

@@ -136,8 +136,8 @@ function ticks(values, lo, hi, mark = null) {
     isNumber(mark) ? s('path.here', { d: `M${at(mark)} 0V10` }) : null);
 }
 
-/** The choice of a score, grouped. */
-function scoreSelect(id, value, choose) {
+/** The choice of a score, grouped; an axis may also be the layer. */
+function scoreSelect(id, value, choose, { layer = false } = {}) {
   const groups = new Map();
   for (const score of data.scores) {
     const name = score.group ?? 'Scores';
@@ -145,6 +145,7 @@ function scoreSelect(id, value, choose) {
     groups.get(name).push(score);
   }
   return h('select', { id, onchange: (event) => choose(event.target.value) },
+    layer ? h('option', { value: LAYER, selected: value === LAYER }, data.byKey.get(LAYER).label) : null,
     [...groups].map(([name, scores]) => h('optgroup', { label: name },
       scores.map((score) => h('option', { value: score.key, selected: score.key === value }, score.label)))));
 }
