@@ -818,6 +818,9 @@ def test_grouped_heads_are_shown_as_groups(tab, pages):
     page.click(".map-panel .cell >> nth=4")
     wait_for_heading(page, "Head 0.4")
     assert "key/value head 1, shared with 0.3, 0.5" in page.inner_text(".card-head")
+    page.click("text=the group side by side")
+    wait_for_heading(page, "Heads 0.3, 0.4, 0.5")
+    page.wait_for_selector(".compare-card >> nth=2")
 
 
 def test_hostile_vocabulary_stays_text(tab, pages):

@@ -1,3 +1,6 @@
+// A group of more heads than this does not fit side by side.
+const GROUP_COLUMNS = 9;
+
 function headView(i) {
   const label = data.label(i);
   const map = headMap({ compact: true, current: i, label: `Map of heads, ${label} is open` });
@@ -18,7 +21,8 @@ function headView(i) {
       h('header.card-head', {},
         h('h2', {}, `Head ${label}`),
         h('p.facts', {}, `layer ${data.layerOf(i)}, of 0 to ${data.meta.n_layers - 1}`,
-          data.grouped ? [` · key/value head ${data.groupOf(i)}, shared with `, siblings.map((k, n) => [n ? ', ' : '', headLink(k)])] : null),
+          data.grouped ? [` · key/value head ${data.groupOf(i)}, shared with `, siblings.map((k, n) => [n ? ', ' : '', headLink(k)]),
+            siblings.length < GROUP_COLUMNS ? [' · ', h('a.plain-link', { href: `#compare/${[i, ...siblings].sort((a, b) => a - b).map(data.label).join(',')}` }, 'the group side by side ›')] : null] : null),
         compareButton),
       body));
   // What is drawn in colours of the theme: drawn again when that changes.
