@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -877,6 +878,76 @@ def test_hostile_vocabulary_stays_text(tab, pages):
     assert page.evaluate(
         "[...document.querySelectorAll('.token')].every(t => !/[\\u0000-\\u001f\\u202a-\\u202e]/.test(t.textContent))"
     )
+
+
+BYTES = 256  # of the hostile tokenizer's vocabulary, before its hostile tokens
+
+
+@pytest.fixture(scope="module")
+def hostile_model(write_tiny, tmp_path_factory) -> Any:
+    """A checkpoint on disk whose tokenizer.json holds what would break out of a page, in a folder of such a name."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    import ov_circuits as ov
+    from ov_circuits.checkpoint.tokenizer import byte_alphabet
+
+    hostile = [token for token in dict.fromkeys(NASTY_TOKENS) if len(token.encode("utf-8", "replace")) > 1]
+    backend = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(sorted(byte_alphabet()))}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in hostile])
+    folder = tmp_path_factory.mktemp("hostile") / "<img src=x onerror=window.xss=1>"
+    shutil.copytree(
+        write_tiny("gpt2", vocab_size=backend.get_vocab_size(), bos_token_id=None, eos_token_id=None), folder
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    return ov.load(folder)
+
+
+def test_a_checkpoint_with_a_hostile_tokenizer_stays_text_from_its_files_to_the_page(tab, hostile_model, tmp_path):
+    import ov_circuits as ov
+    from ov_circuits.prompts import Prompt, PromptSet
+
+    model = hostile_model
+    ids = list(range(BYTES, BYTES + 12))
+    role = "</script><script>window.xss=1</script>"
+    asked = Prompt(None, tuple(ids[:6]), False, (ids[6],), (ids[7],), {role: (1, 2), "start": (0,), "end": (5,)}, {})
+    trace, generation = model.trace(ids), ov.generate(model, ids, 4)
+    text = ov.scan(model, [ids, list(range(10, 22))], window=6)
+    page_of = ov.dashboard(
+        model,
+        trace,
+        ids[0],
+        ids[1],
+        prompts=PromptSet(f"<b>{role}", (asked, asked), {"<i>odd</i>": 1}, {}),
+        generation=generation,
+        scan=text,
+        ablation=8,
+        pairs=8,
+        token_pairs=[(ids[0], ids[1])],
+    )
+    page = tab().open(page_of.save(tmp_path / "page.html"))
+    scripts = page.content().count("</script>")
+    seen: set[str] = set()
+    for _ in walk(page):
+        page.wait_for_timeout(200)
+        seen |= set(page.locator("#page .token").all_text_contents())
+        assert page.locator("#page :is(img, textarea, script, iframe, i)").count() == 0
+    assert page.evaluate("window.xss") is None and page.content().count("</script>") <= scripts + 1
+    assert {"<script>window.xss=1</script>", "</textarea>", "<!--", "<img·src=x·onerror=window.xss=1>"} <= seen
+    page.evaluate("location.hash = 'set'")
+    page.wait_for_selector(f".segmented button:text-is('{role}')")
+    assert page.inner_text("h1") == model.name == "<img src=x onerror=window.xss=1>"
+    shown = [page_of, model.head("1.2"), trace, generation, text, ov.scoreboard(model), ov.verify(model)]
+    path = tmp_path / "notebook.html"
+    body = "".join(value._repr_html_() for value in shown)
+    path.write_text(f"<!doctype html><meta charset=utf-8><title>n</title>{body}", "utf-8", newline="")
+    page = tab().page
+    page.goto(path.as_uri())
+    page.frame_locator("iframe").locator(".map-panel .cell >> nth=3").wait_for()
+    assert page.evaluate("window.xss") is None and page.locator(":is(img, textarea, .ov-box i)").count() == 0
+    assert page.frame_locator("iframe").locator("h1").inner_text() == model.name
 
 
 def test_file_holds_no_token_and_no_outside_address():
