@@ -298,7 +298,7 @@ def test_the_search_finds_a_pair_that_the_file_was_made_for(tab, tmp_path):
     common = {"group": "Token pairs", "range": None, "source": "", "note": ""}
     entry = {"key": "entry_1", "label": "Entry", "diverging": True, "pair": [" France", " <b>Paris"]}
     payload["scores"] += [common | entry, common | {"key": "entry_1_rank", "label": "Rank", "diverging": False}]
-    payload["values"] |= {"entry_1": [0.5, -1.0, 7.25, None], "entry_1_rank": [1203.0, 40_000.0, 6.0, None]}
+    payload["values"] |= {"entry_1": [0.5, 9.0, 7.25, None], "entry_1_rank": [99.0, 1203.0, 6.0, None]}
     path = tmp_path / "page.html"
     path.write_text(Dashboard(payload).html, "utf-8")
     page = tab().open(path)
@@ -307,8 +307,14 @@ def test_the_search_finds_a_pair_that_the_file_was_made_for(tab, tmp_path):
         page.fill("#search-writes", writes)
         page.wait_for_function("document.querySelectorAll('.hits li').length === 2")
         assert page.inner_text(".hits li >> nth=0") == "1.0 reads ·France and writes ·<b>Paris entry +7.25, rank 6"
-        assert page.inner_text(".hits li >> nth=1").endswith("entry +0.50, rank 1\u202f203")
+        assert page.inner_text(".hits li >> nth=1").endswith("entry +0.50, rank 99")
         assert shown_heads(page) == 2
+    payload["values"]["entry_1_rank"] = [300.0, 1203.0, 200.0, None]
+    path.write_text(Dashboard(payload).html, "utf-8")
+    page = tab().open(path)
+    page.fill("#search-reads", "France")
+    page.wait_for_selector(".hits")
+    assert page.locator(".hits li").all_inner_texts() == ["1.0 reads ·France and writes ·<b>Paris entry +7.25, rank 200"]
     page.fill("#search-reads", "Spain")
     page.wait_for_function("document.querySelector('.results').textContent.includes('No direction')")
 

@@ -215,14 +215,17 @@ function searchTokens(cards, search, reads, writes) {
   return { found: [...entries, ...pairs, ...found], heads };
 }
 
-const ENTRIES_A_PAIR = 10;
+// Among so many most raised tokens a head is said to write one.
+const MOST_RAISED = 100;
 
-/** Of pairs that the file was made with (`--token-pair`), the heads that raise the output most where they see the source. */
+/** Of pairs that the file was made with (`--token-pair`), the heads that write the output where they see the source; else the nearest to it. */
 function askedFor(reads, writes) {
   const means = (token, query) => !query || matchTokens([token], query).size > 0;
-  return data.scores.filter(({ pair }) => pair && means(pair[0], reads) && means(pair[1], writes)).flatMap(({ key, pair: [read, write] }) =>
-    Array.from({ length: data.count }, (_, head) => ({ head, read, write, value: data.value(key, head), rank: data.value(`${key}_rank`, head) }))
-      .filter(({ value }) => value > 0).sort((a, b) => b.value - a.value).slice(0, ENTRIES_A_PAIR));
+  return data.scores.filter(({ pair }) => pair && means(pair[0], reads) && means(pair[1], writes)).flatMap(({ key, pair: [read, write] }) => {
+    const entries = Array.from({ length: data.count }, (_, head) => ({ head, read, write, value: data.value(key, head), rank: data.value(`${key}_rank`, head) }))
+      .filter(({ value }) => value > 0).sort((a, b) => a.rank - b.rank || b.value - a.value);
+    return entries.filter(({ rank }, k) => rank <= MOST_RAISED || k === 0);
+  });
 }
 
 function searchResults({ found: all }) {
