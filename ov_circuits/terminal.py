@@ -406,7 +406,7 @@ def print_head(facts: dict[str, Any]) -> None:
         note(facts["note"])
         return
     rows = []
-    for number, found in enumerate(facts["directions"], start=1):
+    for number, found in enumerate(facts["directions"]):
         gap = "" if found["separable"] else " ~"
         first = (f"{number}{gap}", _number(found["value"]), f"{100 * found['energy']:.1f} %")
         rows.append((*first, "+", _tokens(found["reads_plus"]), _tokens(found["writes_plus"])))

@@ -337,6 +337,11 @@ def test_head_shows_one_head_and_both_ends_of_its_directions(tiny_gpt2_char):
     text = run("head", tiny_gpt2_char, "1.2").stdout
     assert "head 1.2" in text
     assert repr(first["reads_plus"][0]) in text
+    # Pairs count from 0, as reads(direction=) and ablate --direction do.
+    shown = {
+        int(found[1]): float(found[2]) for found in re.finditer(r"^ +(\d+)(?: ~)? +([\d.]+) .*%", text, re.MULTILINE)
+    }
+    assert shown == {k: pytest.approx(facts["singular_values"][k], rel=1e-3) for k in range(4)}
 
 
 def test_head_works_on_attention_weights_alone(gpt2_small_attention):

@@ -220,7 +220,7 @@ def spectrum(values: pd.DataFrame | Float[Tensor, " k"]) -> go.Figure:
 
     frame = values
     if isinstance(frame, Tensor):
-        frame = pd.DataFrame({"index": range(1, len(frame) + 1), "value": frame.tolist()})
+        frame = pd.DataFrame({"index": range(len(frame)), "value": frame.tolist()})
     figure = go.Figure(go.Bar(x=frame["index"], y=frame["value"], marker={"color": _ACCENT}, name="singular values"))
     note = ""
     if "null_low" in frame:

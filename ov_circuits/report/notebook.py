@@ -277,7 +277,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterab
 
 def _directions_table(card: dict[str, Any], table: list[str]) -> str:
     rows = []
-    for k, direction in enumerate(card["directions"] or [], start=1):
+    for k, direction in enumerate(card["directions"] or []):
         share = f"{k}: {_number(direction['value'])}, {100 * direction['energy']:.0f} %".replace(
             " ", "\N{NO-BREAK SPACE}"
         )

@@ -196,8 +196,8 @@ def spectrum(head: Head, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
         seed: of these.
 
     Returns:
-        One row a singular value, largest first: ``index`` (from 1), ``value``, ``null_low``, ``null_high`` (the range of the
-        draws, value by value). ``attrs``: model, view, head, ``null`` in words.
+        One row a singular value, largest first: ``index`` (from 0, as ``direction`` everywhere), ``value``, ``null_low``,
+        ``null_high`` (the range of the draws, value by value). ``attrs``: model, view, head, ``null`` in words.
 
     Raises:
         CircuitsError: weights that are not finite, or fewer than two draws.
@@ -214,7 +214,7 @@ def spectrum(head: Head, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
     band = null[:, head.index]
     frame = pd.DataFrame(
         {
-            "index": range(1, len(values) + 1),
+            "index": range(len(values)),
             "value": values.numpy(force=True),
             "null_low": band.amin(0).numpy(force=True),
             "null_high": band.amax(0).numpy(force=True),

@@ -314,7 +314,9 @@ def test_the_search_finds_a_pair_that_the_file_was_made_for(tab, tmp_path):
     page = tab().open(path)
     page.fill("#search-reads", "France")
     page.wait_for_selector(".hits")
-    assert page.locator(".hits li").all_inner_texts() == ["1.0 reads ·France and writes ·<b>Paris entry +7.25, rank 200"]
+    assert page.locator(".hits li").all_inner_texts() == [
+        "1.0 reads ·France and writes ·<b>Paris entry +7.25, rank 200"
+    ]
     page.fill("#search-reads", "Spain")
     page.wait_for_function("document.querySelector('.results').textContent.includes('No direction')")
 
@@ -385,7 +387,7 @@ def test_the_search_finds_tokens_that_no_card_shows(tab, tmp_path):
     page.fill("#search-writes", "unseen")
     page.wait_for_selector(".hits li")
     assert page.locator(".hits a").all_inner_texts() == ["0.1", "1.0"], "the sooner it comes, the stronger"
-    assert "writes <i>unseen</i> 2−" in page.inner_text(".hits li >> nth=1").replace("\n", " ")
+    assert "writes <i>unseen</i> 1−" in page.inner_text(".hits li >> nth=1").replace("\n", " ")
     assert page.inner_text(".hits li >> nth=1").endswith("place 3")
     assert shown_heads(page) == 2
 
@@ -445,6 +447,12 @@ def test_card(tab, pages):
     assert "range of 8 draws of something <b>random</b>" in page.inner_text(".chart-row")
     assert "Its strongest direction" in page.inner_text(".evidence")
     assert page.locator(".directions .flag").count() == sum(not d["separable"] for d in card["directions"][:5])
+    # Directions count from 0 wherever they are shown, as in head.reads(direction=) and ablate --direction.
+    assert page.locator(".directions .index").all_inner_texts() == list("012345")
+    bars = page.evaluate("document.querySelector('.chart-row .chart-canvas').data[0].x")
+    assert bars == list(range(len(card["singular_values"])))
+    page.locator(".chart-row .bars .point").nth(2).hover(force=True)
+    page.wait_for_selector(f".tooltip:has-text('singular value 2 {card['singular_values'][2]:.2f}')")
     page.click("text=Show all 8 directions")
     assert page.locator(".directions tbody").count() == 8
     assert page.locator("table.scores .here").count() >= 9

@@ -246,7 +246,7 @@ function searchResults({ found: all }) {
       hit.rank !== undefined ? h('span.soft.nowrap', { title: 'Its entry of the full OV circuit above the mean of its row, and the place in that row' }, ` entry ${format(hit.value, { sign: true })}, rank ${wholeNumber(hit.rank)}`)
         : hit.direction === undefined ? h('span.soft.nowrap', { title: 'Strongest token pair: its entry of the full OV circuit' }, ` pair, ${format(hit.value, { sign: true })}`)
         : h('span.soft.nowrap', { title: 'Index of the direction, its end, its share of the squared norm of OV, and the place of the token at that end' },
-          ` ${hit.direction + 1}${hit.end === 'plus' ? '+' : MINUS}, ${percent(hit.energy)}, place ${hit.place + 1}`)))));
+          ` ${hit.direction}${hit.end === 'plus' ? '+' : MINUS}, ${percent(hit.energy)}, place ${hit.place + 1}`)))));
 }
 
 /** Heads as rows. Columns are the scores in view unless all are asked for. */

@@ -74,15 +74,15 @@ function spectrumChart(card, label) {
   const total = values.reduce((sum, v) => sum + v * v, 0) || 1;
   const made = chart({
     height: 220, label: `Singular values of head ${label}, from ${format(values[0])} to ${format(values.at(-1))}`,
-    tell: (p) => [h('div', {}, `singular value ${p.x} `, h('b.num', {}, format(values[p.x - 1]))),
-      h('div.soft', {}, `${percent((values[p.x - 1] ** 2) / total)} of the squared norm${flagged.has(p.x - 1) ? '; not separable from the next' : ''}`),
-      card.null_low?.length ? h('div.soft', {}, `by chance ${format(card.null_low[p.x - 1])} to ${format(card.null_high[p.x - 1])}`) : null],
+    tell: (p) => [h('div', {}, `singular value ${p.x} `, h('b.num', {}, format(values[p.x]))),
+      h('div.soft', {}, `${percent((values[p.x] ** 2) / total)} of the squared norm${flagged.has(p.x) ? '; not separable from the next' : ''}`),
+      card.null_low?.length ? h('div.soft', {}, `by chance ${format(card.null_low[p.x])} to ${format(card.null_high[p.x])}`) : null],
   });
   const draw = () => {
     const style = getComputedStyle(document.documentElement);
     const [accent, soft] = ['--accent', '--bar'].map((name) => style.getPropertyValue(name).trim());
     const read = card.directions?.length ?? 0;
-    const index = values.map((_, k) => k + 1);
+    const index = values.map((_, k) => k);
     const edge = { type: 'scatter', mode: 'lines', x: index, hoverinfo: 'skip', line: { width: 1, color: style.getPropertyValue('--soft').trim() } };
     const band = card.null_low?.length ? [
       { ...edge, y: card.null_low }, { ...edge, y: card.null_high, fill: 'tonexty', fillcolor: style.getPropertyValue('--band').trim() }] : [];

@@ -10,7 +10,7 @@ function compareView(heads) {
       cards[i].singular_values.length ? [spark(cards[i].singular_values), h('p.soft', {}, spectrumSentence(cards[i]))] : h('p.absent', {}, 'The weights of this head hold NaN or infinity.'),
       h('p.evidence', {}, evidence(cards[i])),
       (cards[i].directions ?? []).slice(0, 3).map((d, k) => h('div.short-direction', {},
-        h('div.soft.num', {}, `direction ${k + 1}, ${format(d.value)}, ${percent(d.energy)}${d.separable ? '' : ', not separable'}`),
+        h('div.soft.num', {}, `direction ${k}, ${format(d.value)}, ${percent(d.energy)}${d.separable ? '' : ', not separable'}`),
         directionEnds(d, 4)))));
     const attention = patterns[0] ? h('section', {}, h('h3', {}, 'Attention on the prompt'), h('div.compare-cards', {}, heads.map((i, k) => h('figure', {}, h('figcaption', {}, headLink(i)),
       heatmap(data.prompt.tokens, patterns[k], { scale: makeScale(0, 1, false), label: `Attention pattern of head ${data.label(i)}`, say: 'attention' }))))) : null;

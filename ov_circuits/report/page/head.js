@@ -72,7 +72,7 @@ function promptSection({ onPrompt }) {
 
 function directionsSection({ card }) {
   return section('Singular directions', card.directions?.length
-    ? 'Each direction of OV reads one contrast of tokens and writes another. The sign of a pair is arbitrary, so both ends are shown: where + is read, + is written.' : null,
+    ? 'Each direction of OV reads one contrast of tokens and writes another. The sign of a pair is arbitrary, so both ends are shown: where + is read, + is written. They count from 0, as in head.reads(direction=…) and ablate --direction.' : null,
   card.directions?.length ? directionTable(card.directions, card.singular_values) : h('p.absent', {}, NO_EMBEDDING));
 }
 
@@ -172,7 +172,7 @@ function directionTable(directions, singularValues) {
   const direction = (d, k) => [
     h('tr.end.first', {},
       h('th', { scope: 'rowgroup', rowspan: 2 },
-        h('span.index', {}, String(k + 1)), h('span.sigma.num', {}, format(d.value)),
+        h('span.index', {}, String(k)), h('span.sigma.num', {}, format(d.value)),
         h('span.sigma-bar', { 'aria-hidden': 'true' }, h('span', { style: { width: `${(d.value / top) * 100}%` } })),
         h('span.share', {}, `${percent(d.energy)} of OV`),
         d.separable ? null : h('span.flag', {}, 'not separable from the next: read the span')),
