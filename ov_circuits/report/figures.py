@@ -578,7 +578,9 @@ def _numbers(frame: pd.DataFrame, name: str) -> str:
     if name not in frame:
         raise CircuitsError(f"the frame has no column {name!r}: it has {', '.join(map(str, frame.columns))}")
     if not pd.api.types.is_numeric_dtype(frame[name]):
-        raise CircuitsError(f"column {name!r} holds no numbers: draw one of {', '.join(frame.select_dtypes('number'))}")
+        raise CircuitsError(
+            f"column {name!r} holds no numbers: draw one of {', '.join(map(str, frame.select_dtypes('number')))}"
+        )
     return name
 
 
