@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pandas as pd
 import pytest
 import torch
 from conftest import hf_model, transformer_bridge
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_families import tiny
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
@@ -275,6 +280,59 @@ def test_a_trace_of_another_checkpoint_is_refused(stories260k, tiny_gpt2_char, t
     for name in ("cut.safetensors", "absent.safetensors"):
         with pytest.raises(CircuitsError, match=name):
             ov.open_trace(tmp_path / name, ov.load(stories260k))
+
+
+@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "gpt2"])  # no norm before attention; a softcap; positions
+def test_a_trace_of_any_family_is_saved_and_opened(variant, tmp_path):
+    model = ov.load(tiny(variant))
+    trace = model.trace([3, 7, 1, 7])
+    trace.save(tmp_path / "trace.safetensors")
+    again = ov.open_trace(tmp_path / "trace.safetensors", model)
+    pd.testing.assert_frame_equal(again.ledger(1, 2), trace.ledger(1, 2), rtol=1e-12)
+    pd.testing.assert_frame_equal(
+        again.ledger_into("1.0", "K", source=1), trace.ledger_into("1.0", "K", source=1), rtol=1e-12
+    )
+
+
+def _stored(file):
+    with safe_open(file, "pt") as stored:
+        return stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+
+
+def _cut(name):
+    return lambda tensors, facts: tensors.update({name: tensors[name][:1].clone()})
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (_cut("final"), r"final .*\[1, 24\] instead of .*\[4, 24\]"),
+    (_cut("layers.1.pattern"), r"layers\.1\.pattern"),
+    (lambda tensors, facts: tensors.pop("position"), "position"),
+    (lambda tensors, facts: tensors["layers.0.z"].fill_(torch.nan), r"layers\.0\.z holds NaN"),
+    (lambda tensors, facts: tensors.update(logits=tensors["logits"].half()), "float16"),
+    (lambda tensors, facts: facts.update(tokens=facts["tokens"][:2]), "one text"),
+    (lambda tensors, facts: facts.update(tokens=[999] * 4), "999"),
+    (lambda tensors, facts: facts.update(texts=[1, 2, 3, 4]), "one text"),
+    (lambda tensors, facts: facts.update(bos_added="no"), "bos_added"),
+])  # fmt: skip
+def test_a_damaged_trace_is_refused_not_read_as_another(tmp_path, change, message):
+    model, file = ov.load(tiny("gpt2")), tmp_path / "trace.safetensors"
+    model.trace([3, 7, 1, 7]).save(file)
+    metadata, tensors = _stored(file)
+    facts = json.loads(metadata["ov_circuits.trace"])
+    change(tensors, facts)
+    save_file(tensors, file, metadata | {"ov_circuits.trace": json.dumps(facts)})
+    with pytest.raises(CircuitsError, match=rf"trace\.safetensors is damaged.*{message}"):
+        ov.open_trace(file, model)
+
+
+@pytest.mark.parametrize("facts", ["[" * 100_000, '{"tokens": [' + "9" * 5000 + "]}", "[1]", "no JSON"])
+def test_a_trace_with_senseless_facts_is_refused(tmp_path, facts):
+    model, file = ov.load(tiny("gpt2")), tmp_path / "trace.safetensors"
+    model.trace([3, 7, 1, 7]).save(file)
+    metadata, tensors = _stored(file)
+    save_file(tensors, file, metadata | {"ov_circuits.trace": facts})
+    with pytest.raises(CircuitsError, match="damaged"):
+        ov.open_trace(file, model)
 
 
 def test_attention_weights_alone_cannot_run_and_say_so(gpt2_small_attention):

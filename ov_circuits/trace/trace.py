@@ -206,8 +206,10 @@ class Trace:
             tensors["position"] = r.position
         facts = {"tokens": self.tokens, "texts": self.texts, "bos_added": self.bos_added}
         metadata = {_KIND: json.dumps(facts), "checkpoint": self.model.source.fingerprint, "model": self.model.name}
+        # Copies: without a norm between them (OLMo 2), the stream is the very tensor that attention reads.
+        own = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
         with atomic_path(file) as temporary:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, metadata)
+            save_file(own, temporary, metadata)
 
     def _layers(self) -> Sequence[tuple[LayerRecord, Layer]]:
         return [(layer, self.model.layer(index)) for index, layer in enumerate(self.record.layers)]
@@ -300,7 +302,7 @@ def open_trace(file: str | os.PathLike[str], model: Model) -> Trace:
         The trace as it was saved.
 
     Raises:
-        CircuitsError: no such file, not a trace, or one of another checkpoint.
+        CircuitsError: no such file, not a trace, a damaged one, or one of another checkpoint.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -317,23 +319,55 @@ def open_trace(file: str | os.PathLike[str], model: Model) -> Trace:
             f"{file} is a trace of another checkpoint ({metadata.get('model')!r}) than {model.name}: open it with that one"
         )
     try:
-        facts = json.loads(metadata[_KIND])
-        layers = tuple(
-            LayerRecord(**{name: tensors[f"layers.{index}.{name}"] for name in LAYER_FIELDS})
-            for index in range(model.n_layers)
-        )
-        found = Record(
-            Shard.whole_layer(model.n_heads),
-            tensors.get("position"),
-            layers,
-            tensors["final"],
-            tensors["logits"],
-            tensors.get("uncapped", tensors["logits"]),
-        )
-        tokens, texts = tuple(facts["tokens"]), tuple(facts["texts"])
-        return Trace(model.in_view("raw"), tokens, texts, bool(facts["bos_added"]), found)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise CircuitsError(f"the trace {file} is incomplete ({error}): make it again") from error
+        return _trace_of(model, json.loads(metadata[_KIND]), tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:  # a CircuitsError is a ValueError
+        raise CircuitsError(f"the trace {file} is damaged ({str(error)[:200]}): make it again") from error
+
+
+def _trace_of(model: Model, facts: Any, tensors: dict[str, Tensor]) -> Trace:
+    """A trace from what a file says, which is believed once every part of it fits the model and the others.
+
+    Raises:
+        KeyError, TypeError, ValueError, RecursionError: some part does not.
+    """
+    tokens, texts, bos_added = whole_ids(facts["tokens"]), facts["texts"], facts["bos_added"]
+    check_tokens(model, tokens)
+    if not isinstance(texts, list) or [type(text) for text in texts] != [str] * len(tokens):
+        raise ValueError(f"not one text for each of {counted(len(tokens), 'token')}")
+    if not isinstance(bos_added, bool):
+        raise ValueError(f"bos_added is {bos_added!r}")
+    kept = 1 if len(tensors["logits"]) == 1 else len(tokens)
+    shapes = _shapes(model, len(tokens), kept)
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tensor.shape != shape or tensor.dtype != torch.float32:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)} instead of float32 {list(shape)}")
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} holds NaN or infinity")
+    layers = tuple(
+        LayerRecord(**{name: tensors[f"layers.{index}.{name}"] for name in LAYER_FIELDS})
+        for index in range(model.n_layers)
+    )
+    whole, logits = Shard.whole_layer(model.n_heads), tensors["logits"]
+    position, uncapped = (tensors[name] if name in shapes else None for name in ("position", "uncapped"))
+    found = Record(whole, position, layers, tensors["final"], logits, logits if uncapped is None else uncapped)
+    return Trace(model.in_view("raw"), tuple(tokens), tuple(texts), bos_added, found)
+
+
+def _shapes(model: Model, n: int, kept: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a trace of ``n`` tokens with ``kept`` rows of logits."""
+    a = model.architecture
+    of_layer = dict.fromkeys(LAYER_FIELDS, (n, a.d_model)) | {
+        "pattern": (a.n_heads, n, n),
+        "z": (a.n_heads, n, a.d_head),
+    }
+    shapes = {f"layers.{i}.{name}": shape for i in range(model.n_layers) for name, shape in of_layer.items()}
+    shapes |= {"final": (n, a.d_model), "logits": (kept, a.n_vocab)}
+    if a.logit_softcap is not None:
+        shapes["uncapped"] = shapes["logits"]
+    if model.source.family.positions is not None:
+        shapes["position"] = (n, a.d_model)
+    return shapes
 
 
 def whole_ids(prompt: Any) -> list[int]:
