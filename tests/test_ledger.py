@@ -258,10 +258,14 @@ def test_an_account_into_a_value_sums_to_the_heads_entry_in_the_ledger(running_f
 @pytest.mark.parametrize(("call", "message"), [
     (lambda t: t.ledger({}), "at least one word"),
     (lambda t: t.ledger({3: 1.0}, 4), "goes with one word"),
+    (lambda t: t.ledger({t.texts[1]: 1.0, t.tokens[1]: -1.0}), "the same token"),
     (lambda t: t.ledger(torch.ones(3)), r"real tensor \[64\]"),
     (lambda t: t.ledger(torch.full((64,), float("nan"))), "NaN"),
     (lambda t: t.ledger_into("1.0", "X", source=0), "choose Q, K or V"),
     (lambda t: t.ledger_into("1.0", "Q", source=2, destination=1), "comes after it"),
+    (lambda t: t.ledger_into("1.0", "K", source=1, answer=3), "ask for side V"),
+    (lambda t: t.ledger_into("1.0", "Q", source=1, against=3), "ask for side V"),
+    (lambda t: t.ledger_into("1.0", "V", source=1, against=3), "needs an answer"),
     (lambda t: t.stream_ledger(9, torch.ones(64)), "0 to 5"),
 ])  # fmt: skip
 def test_faulty_questions_are_said_in_a_sentence(stories260k, call, message):

@@ -187,7 +187,7 @@ def ledger_into(
         own. ``attrs["logit"]`` is the score (or the write's size) from the recorded attention input.
 
     Raises:
-        CircuitsError: an unknown side, head or position, or a source after the destination.
+        CircuitsError: an unknown side, head or position, a source after the destination, or an answer where none counts.
     """
     return accounts([trace], [input_reading(trace, head, side, source, destination, answer, against)])[0].frame()
 
@@ -253,6 +253,8 @@ def _asked(
         return None, "a direction of the final norm's output", {"answer": None, "against": None}
     if isinstance(answer, Mapping):
         weights = {token_id(model, word): float(weight) for word, weight in answer.items()}
+        if len(weights) < len(answer):
+            raise CircuitsError("two words of the weighting are the same token: give each token one weight")
         if not weights or not all(map(math.isfinite, weights.values())):
             raise CircuitsError("a weighting of logits holds at least one word, and finite weights")
         named = " ".join(f"{weight:+.3g} {token_text(model, token)!r}" for token, weight in list(weights.items())[:4])
@@ -285,6 +287,12 @@ def input_reading(
     if side not in ("Q", "K", "V"):
         raise CircuitsError(f"a head has no {side!r} input: choose Q, K or V")
     record, index, weights = trace.parts(head)
+    if side != "V" and (answer is not None or against is not None):
+        raise CircuitsError(
+            f"what a {_SIDES[side]} reads goes into a score and into no answer: leave it out, or ask for side V"
+        )
+    if answer is None and against is not None:
+        raise CircuitsError("'against' needs an answer beside it")
     t, s = trace.position(destination), trace.position(source)
     if s > t:
         raise CircuitsError(f"position {t} cannot attend to {s}, which comes after it")
