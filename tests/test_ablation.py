@@ -485,6 +485,9 @@ def test_without_its_induction_heads_smollm2_cannot_repeat(smollm2):
     (lambda m: ov.ablate(m, "1.0", [1, 2], position=2), "positions 0 to 1"),
     (lambda m: ov.ablate(m, "1.0", [([1, 2], 3, 4), ([1, 2], 3)]), "a logit and a difference have no mean"),
     (lambda m: ov.ablation_sweep(m, [([1, 2], 3), [1, 2]]), "a logit and a difference have no mean"),
+    (lambda m: ov.ablate(m, "1.0", m.trace("ab"), bos=False), "bos says how prompts are read"),
+    (lambda m: ov.ablate(m, "1.0", [(m.trace("ab"), 3)], bos=True), "bos says how prompts are read"),
+    (lambda m: ov.ablation_sweep(m, ov.prompts.load("repeated_tokens", m, n=2), bos=False), "prompts.load"),
 ])  # fmt: skip
 def test_faulty_questions_are_said_in_a_sentence(tiny_gpt2_char, call, message):
     with pytest.raises(CircuitsError, match=message):
@@ -521,6 +524,8 @@ def test_the_command_prints_and_writes_what_the_library_finds(stories260k, tmp_p
     sweep = ov.ablation_sweep(model, prompts, "mean")
     assert list(written["head"]) == model.head_labels
     assert (written["total_effect"] - sweep["total_effect"]).abs().max() < 1e-5
+    bare = run_json("ablate", stories260k, "3.6", "--prompts", file, "--no-bos", "--json")
+    assert bare["bos_added"] is False
     shown = run(
         "ablate", stories260k, "3.6", "--prompt", text, "--method", "source", "--source", "-1", "--source", " upon"
     )

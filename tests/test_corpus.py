@@ -20,6 +20,8 @@ import pandas as pd
 import pytest
 import torch
 from conftest import captured, hf_model
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny_families import BASES, tiny
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
@@ -476,6 +478,24 @@ def test_the_state_of_another_scan_is_not_taken(tmp_path, embedded, uninterrupte
         ov.scan(embedded, tokens=600, state=tmp_path)
 
 
+@pytest.mark.parametrize("damage", [
+    lambda tally: tally.pop("means"),
+    lambda tally: tally.update(top=tally["top"][:, :1].contiguous()),
+    lambda tally: tally.update(sample=tally["sample"].half()),
+    lambda tally: tally.update(batches=torch.tensor(-3)),
+    lambda tally: tally.update(batches=torch.tensor(10**6)),
+])  # fmt: skip
+def test_a_damaged_state_is_not_gone_on_from(tmp_path, embedded, damage):
+    ov.scan(embedded, tokens=600, state=tmp_path)
+    (file,) = tmp_path.iterdir()
+    with safe_open(file, "pt") as stored:
+        metadata, tally = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    damage(tally)
+    save_file(tally, file, metadata)
+    with pytest.raises(CircuitsError, match=r"is damaged.*delete it to begin anew"):
+        ov.scan(embedded, tokens=600, state=tmp_path)
+
+
 def test_memory_does_not_grow_with_the_corpus(tmp_path, embedded):
     sizes = set()
     for tokens in (600, 2000):
@@ -551,6 +571,23 @@ def test_a_scan_is_saved_and_opened(tmp_path, sampled, whole):
         ov.open_scan(tmp_path / "scan")
     with pytest.raises(CircuitsError, match=r"cannot read the scan's .*heads\.parquet"):
         ov.open_scan(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "damage", "what"), [
+    ("heads", lambda frame: frame.drop(columns="loss_saved"), "loss_saved"),
+    ("heads", lambda frame: frame.assign(entropy="high"), "entropy"),
+    ("heads", lambda frame: frame.head(0), "its rows"),
+    ("examples", lambda frame: frame.assign(source=7), "source"),
+    ("distributions", lambda frame: frame.attrs.update(positions="many") or frame, "positions"),
+])  # fmt: skip
+def test_a_damaged_scan_is_not_opened(tmp_path, sampled, name, damage, what):
+    folder = tmp_path / "scan"
+    sampled.save(folder)
+    frame = damage(pd.read_parquet(folder / f"{name}.parquet"))
+    frame.attrs = frame.attrs or sampled.facts
+    frame.to_parquet(folder / f"{name}.parquet")
+    with pytest.raises(CircuitsError, match=rf"{name}\.parquet is damaged \(look at {what}\)"):
+        ov.open_scan(folder)
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -270,7 +270,8 @@ def ablate(
     check_method(method, sources)
     opened = open_model(name, view, revision, device=device)
     asked: Any = [prompt_of(str(prompt), ids)] if prompts is None else load(prompts, opened, n=n, bos=bos, drop=drop)
-    options: dict[str, Any] = {"sources": sources, "direction": direction, "freeze": freeze, "bos": bos}
+    options: dict[str, Any] = {"sources": sources, "direction": direction, "freeze": freeze}
+    options["bos"] = bos if prompts is None else None  # a set has it from load
     options |= {
         key: None if word is None else word_of(word, ids) for key, word in (("answer", answer), ("against", against))
     }

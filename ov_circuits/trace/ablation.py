@@ -77,7 +77,7 @@ def ablate(
         direction: which singular direction of each head's W_V W_O to remove, from 0; the whole write by default.
         span: which tokens of the prompt count in the loss and in ``mean_kl``; all but the first by default.
         freeze: hold everything else (patterns, other heads, MLPs, the scales of norms) as it was: the direct path alone.
-        bos: as for :meth:`ov_circuits.Model.trace`.
+        bos: as for :meth:`ov_circuits.Model.trace`; of a trace or a set it is settled.
 
     Returns:
         One row a prompt: ``prompt`` (its number), ``position``, ``answer``, ``against`` (texts), ``clean``, ``ablated`` (the logit
@@ -89,7 +89,7 @@ def ablate(
 
     Raises:
         CircuitsError: no such head, method, position, source or direction, no prompt, a foil on some prompts and none on
-            others, or a checkpoint that cannot run.
+            others, bos for what was read before, or a checkpoint that cannot run.
     """
     import pandas as pd
 
@@ -212,6 +212,10 @@ def cases(
     """
     if model.source.shard is not None:
         raise CircuitsError("ablations need all heads in one process: run them without tensor parallelism")
+    if bos is not None and _were_read(prompts):
+        raise CircuitsError(
+            "bos says how prompts are read, and a trace or a set was read before: give it to model.trace or prompts.load"
+        )
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], Mapping):
         prompts = load(prompts, model, bos=bos)
     if isinstance(prompts, PromptSet):
@@ -274,6 +278,12 @@ def _weighting(answer: Any, against: Any) -> Mapping[Any, float]:
             raise CircuitsError("no word of the answer's weighting has a weight above 0: there is no answer in it")
         return answer
     return {answer: 1.0} if against is None else {answer: 1.0, against: -1.0}
+
+
+def _were_read(prompts: Any) -> bool:
+    """Whether some of the prompts are ids already, BOS or not, that came from a text."""
+    several = prompts if isinstance(prompts, list) else [prompts]
+    return any(isinstance(one[0] if isinstance(one, tuple) and one else one, (PromptSet, Trace)) for one in several)
 
 
 def _is_ids(prompts: Sequence[Any]) -> bool:
@@ -354,7 +364,8 @@ class Removal:
         named = () if sources is None else (sources,) if isinstance(sources, (int, str)) else tuple(sources)
         means: tuple[Tensor, ...] = ()
         if method.startswith("mean"):
-            over = traces if reference is None else [case.trace for case in cases(model, reference, bos=bos)]
+            told = None if _were_read(reference) else bos
+            over = traces if reference is None else [case.trace for case in cases(model, reference, bos=told)]
             means = _means(over, max(len(t) for t in traces), by_position=method == "mean_by_position")
         return cls(model, method, means, named, direction)
 

@@ -156,7 +156,35 @@ class Scan:
                 drop_if_empty(folder)
 
 
-_FRAMES = ("heads", "examples", "distributions")
+# What the frames hold, for scans that are read back: texts, and numbers (which is which decides what a page does with them).
+_TEXTS = {
+    "heads": ("head",),
+    "examples": (
+        *("head", "measure", "kind", "source", "destination", "next"),
+        *("before", "after", "source_before", "source_after"),
+    ),
+    "distributions": ("head", "of", "bin"),
+}
+_NUMBERS = {
+    "heads": (
+        *(
+            "layer",
+            "index",
+            "write",
+            "logit",
+            "loss_saved",
+            "loss_saved_se",
+            "loss_saved_linear",
+            "entropy",
+            "distance",
+        ),
+        *(f"{of}_{kind}" for of in ("attention", "write") for kind in SOURCE_KINDS),
+    ),
+    "examples": ("decile", "rank", "value", "part", "attention", "document", "position", "source_position"),
+    "distributions": ("low", "high", "share"),
+}
+_FACTS = {"scan": str, "model": str, "corpus": str, "positions": int, "window": int, "bos_added": bool, "loss": float}
+_FRAMES = tuple(_TEXTS)
 
 
 def open_scan(folder: str | os.PathLike[str]) -> Scan:
@@ -169,7 +197,7 @@ def open_scan(folder: str | os.PathLike[str]) -> Scan:
         The scan as it was saved; no model is needed.
 
     Raises:
-        CircuitsError: no scan is there, or its files are of several scans.
+        CircuitsError: no scan is there, its files are damaged, or of several scans.
     """
     import pandas as pd
 
@@ -185,7 +213,23 @@ def open_scan(folder: str | os.PathLike[str]) -> Scan:
         or "scan" not in frames["heads"].attrs
     ):
         raise CircuitsError(f"the files in {folder} are not of one scan: make it again")
+    for name, frame in frames.items():
+        _check_frame(frame, name, folder)
     return Scan(**frames)
+
+
+def _check_frame(frame: pd.DataFrame, name: str, folder: str | os.PathLike[str]) -> None:
+    """Raise a CircuitsError unless a frame that was read back is what a scan gives."""
+    from pandas.api.types import is_numeric_dtype
+
+    texts, numbers = _TEXTS[name], _NUMBERS[name]
+    missing = [column for column in (*texts, *numbers) if column not in frame.columns]
+    other = [column for column in numbers if column not in missing and not is_numeric_dtype(frame[column])]
+    other += [column for column in texts if column not in missing and is_numeric_dtype(frame[column])]
+    facts = [fact for fact, kind in _FACTS.items() if not isinstance(frame.attrs.get(fact), kind)]
+    if missing or other or facts or frame.empty:
+        what = ", ".join([*missing, *other, *facts]) or "its rows"
+        raise CircuitsError(f"the scan's {Path(folder) / name}.parquet is damaged (look at {what[:80]}): make it again")
 
 
 def scan(
@@ -264,9 +308,11 @@ class _Run:
     def finish(self, folder: Path | None) -> Scan:
         """Go on from the state in the folder, if there is one, to the end."""
         state = None if folder is None else state_file(folder, self.key)
-        tally = self._begin() if state is None or not state.exists() else _read_state(state, self.key)
         a_batch = max(1, _BATCH_TOKENS // self.survey.longest)
-        n_batches, done = -(-self.survey.windows // a_batch), int(tally["batches"])
+        n_batches, tally = -(-self.survey.windows // a_batch), self._begin()
+        if state is not None and state.exists():
+            tally = _read_state(state, self.key, tally, n_batches)
+        done = int(tally["batches"])
         meter = _Meter(self.model, self.bins)
         pending = islice(_batched(iter(self.corpus), a_batch), done, None)
         try:
@@ -388,16 +434,20 @@ def _write_state(file: Path, key: str, tally: _Tally) -> None:
         save_file(tally, temporary, metadata={_STATE: key})
 
 
-def _read_state(file: Path, key: str) -> _Tally:
+def _read_state(file: Path, key: str, like: _Tally, n_batches: int) -> _Tally:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, "pt") as stored:
             if (stored.metadata() or {}).get(_STATE) != key:
                 raise CircuitsError(f"{file} is not the state of this scan: delete it")
-            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            tally = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CircuitsError(f"cannot go on from {file} ({error}): delete it to begin anew") from error
+    kinds, wanted = ({name: (t.shape, t.dtype) for name, t in tensors.items()} for tensors in (tally, like))
+    if kinds != wanted or not 0 <= int(tally["batches"]) <= n_batches:
+        raise CircuitsError(f"cannot go on from {file} (it is damaged): delete it to begin anew")
+    return tally
 
 
 # -- a window ---------------------------------------------------------------------------------------------------------

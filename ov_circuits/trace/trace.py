@@ -357,10 +357,8 @@ def _trace_of(model: Model, facts: Any, tensors: dict[str, Tensor]) -> Trace:
 def _shapes(model: Model, n: int, kept: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a trace of ``n`` tokens with ``kept`` rows of logits."""
     a = model.architecture
-    of_layer = dict.fromkeys(LAYER_FIELDS, (n, a.d_model)) | {
-        "pattern": (a.n_heads, n, n),
-        "z": (a.n_heads, n, a.d_head),
-    }
+    of_layer: dict[str, tuple[int, ...]] = dict.fromkeys(LAYER_FIELDS, (n, a.d_model))
+    of_layer |= {"pattern": (a.n_heads, n, n), "z": (a.n_heads, n, a.d_head)}
     shapes = {f"layers.{i}.{name}": shape for i in range(model.n_layers) for name, shape in of_layer.items()}
     shapes |= {"final": (n, a.d_model), "logits": (kept, a.n_vocab)}
     if a.logit_softcap is not None:
