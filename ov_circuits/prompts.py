@@ -324,9 +324,11 @@ def _roles(value: Any, prompt: str, where: str) -> dict[str, tuple[int, int]]:
 
 def _span(span: Any, name: str, prompt: str, where: str) -> tuple[int, int]:
     """[start, end) of a role, given so or as a text that occurs once."""
-    if name in (START, END, OTHER) or not name.isidentifier():
+    # In a frame of means, from_<role>_low and from_<role>_high are the ends of a role's interval.
+    if name in (START, END, OTHER) or not name.isidentifier() or name.endswith(("_low", "_high")):
         raise CircuitsError(
-            f"{where}: {name!r} cannot name a role: take letters, digits and underscores, and not {START}, {END} or {OTHER}"
+            f"{where}: {name!r} cannot name a role: take letters, digits and underscores, not {START}, {END} or {OTHER}, "
+            "and no _low or _high at the end"
         )
     if isinstance(span, str) and span:
         if prompt.count(span) != 1:

@@ -765,6 +765,7 @@ def test_other_bad_requests(command, tmp_path, tiny_folders, gpt2_small_attentio
         (("-", "text.txt", "--window", 500), "longer than the 128 tokens"),
         (("-", "text.txt", "--window", 2), "make it longer"),
         (("-", "text.txt", "--stride", 200), "leave text out"),
+        (("-", "text.txt", "--tokens", 1), "take two or more"),
         (("-", "text.txt", "-o", "heads.txt"), "cannot tell a table's format"),
         (("-", "text.csv", "-o", "text.csv"), "it is the corpus itself"),
         (("-", "text.txt", "--head", "9.9"), "has no head 9.9"),

@@ -224,6 +224,7 @@ def test_a_role_may_be_a_text_that_occurs_once(tmp_path):
     ({**GOOD, "roles": {"name": "the"}}, "role name is 'the', which occurs 2 times"),
     ({**GOOD, "roles": {"end": [0, 3]}}, "'end' cannot name a role"),
     ({**GOOD, "roles": {"a b": [0, 3]}}, "'a b' cannot name a role"),
+    ({**GOOD, "roles": {"a": [0, 3], "a_low": [4, 10]}}, "'a_low' cannot name a role"),  # a column of a's interval
     ({**GOOD, "roles": {"a": [0, 4], "b": [3, 9]}}, "the roles a and b overlap"),
     ({**GOOD, "roles": {"a": [4, 6], "b": [6, 10]}}, "the role b has no token of its own in embedded"),
     ({**GOOD, "roles": []}, "roles are an object"),

@@ -207,6 +207,8 @@ def open_corpus(
         )
     opened = Corpus(name, model, what, length, step, front, limit)
     survey = opened.survey
+    if survey.positions == 0 and limit == 1:
+        raise CircuitsError("the first token alone predicts nothing of the text: take two or more")
     if survey.positions == 0:
         raise CircuitsError(f"{name} is empty: there is no token in it that another one follows")
     if survey.positions + 1 < length:
