@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -228,6 +229,14 @@ def test_more_prompts_than_a_batch_holds_come_back_in_order(gpt_nano_sort, monke
 def test_texts_side_by_side_each_get_their_bos(stories260k):
     first, second = ov.load(stories260k).trace(["Once upon", "The dog"])
     assert first.bos_added and second.bos_added and first.tokens[0] == second.tokens[0] == 1
+
+
+@pytest.mark.parametrize("of", [torch.tensor, np.array])
+def test_arrays_of_ids_are_prompts_as_lists_are(stories260k, of):
+    model = ov.load(stories260k)
+    assert model.trace(of([1, 5, 9])).tokens == (1, 5, 9)
+    for several in (of([[1, 5], [9, 2]]), [of([1, 5]), of([9, 2])]):
+        assert [trace.tokens for trace in model.trace(several)] == [(1, 5), (9, 2)]
 
 
 @pytest.mark.parametrize(("prompts", "message"), [

@@ -258,12 +258,12 @@ def trace(model: Model, prompt: Any, *, bos: bool | None = None, last_logits: bo
 
 
 def _is_several(prompt: Any) -> bool:
-    """Whether it is a list of prompts: texts, or lists of ids."""
-    if isinstance(prompt, Tensor):
-        return prompt.ndim == 2
+    """Whether it is a list of prompts: texts, or lists or arrays of ids."""
+    if hasattr(prompt, "ndim"):  # a tensor, an array
+        return bool(prompt.ndim == 2)
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes, bytearray)):
         return False
-    return any(isinstance(one, (str, Sequence)) or (isinstance(one, Tensor) and one.ndim == 1) for one in prompt)
+    return any(isinstance(one, (str, Sequence)) or getattr(one, "ndim", 0) == 1 for one in prompt)
 
 
 def prompt_ids(model: Model, prompt: Any, bos: bool | None = None) -> tuple[list[int], bool]:
