@@ -523,6 +523,7 @@ def _open(
         from_network,
         from_tensors,
         is_bridge,
+        is_language_model,
         is_network,
         is_peft,
         unwrapped,
@@ -543,7 +544,7 @@ def _open(
     if is_bridge(x):
         return Source(from_bridge(x), device, bridge=x)
     if is_network(x):
-        return Source(from_network(x), device, network=x if x.get_output_embeddings() is not None else None)
+        return Source(from_network(x), device, network=x if is_language_model(x) else None)
     if x is None or isinstance(x, (str, os.PathLike)):
         return Source(open_checkpoint(x, revision, adapter), device)
     raise CircuitsError(

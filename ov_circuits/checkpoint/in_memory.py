@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ov_circuits.checkpoint.families import language_part
 from ov_circuits.checkpoint.locate import Checkpoint, refuse_packed
 from ov_circuits.checkpoint.stores import MemoryStore, no_warnings
 from ov_circuits.errors import CircuitsError
@@ -23,6 +24,11 @@ def is_bridge(x: Any) -> bool:
 def is_network(x: Any) -> bool:
     """Whether ``x`` is a transformers model, without importing transformers."""
     return _is_a(x, "transformers.modeling_utils", "PreTrainedModel")
+
+
+def is_language_model(network: Any) -> bool:
+    """Whether a transformers model is the very one that is split: with a head, and not one of images that has it inside."""
+    return network.get_output_embeddings() is not None and network.config.get_text_config() is network.config
 
 
 def unwrapped(x: Any) -> Any:
@@ -152,4 +158,4 @@ def _checkpoint(tensors: Mapping[str, Any], config: dict[str, Any], name: str, w
         raise CircuitsError(f"tensor {absent} of {where} is on the device 'meta', without data: load its weights first")
     store = MemoryStore(tensors, origin=where)
     refuse_packed(store, where)
-    return Checkpoint(name=name, where=where, config=config, store=store)
+    return Checkpoint(name=name, where=where, config=language_part(config, where), store=store)

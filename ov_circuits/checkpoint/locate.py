@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ov_circuits.checkpoint.families import language_part
 from ov_circuits.checkpoint.foreign import Foreign
 from ov_circuits.checkpoint.lora import Adapter, is_adapter
 from ov_circuits.checkpoint.stores import (
@@ -257,7 +258,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CircuitsError(
             f"{folder} has no config.json, which says how many heads there are: copy it beside the weights"
         )
-    return read_json(file)
+    return language_part(read_json(file), str(folder))
 
 
 def embedded_model() -> Path:
