@@ -202,7 +202,7 @@ def _account(
 @commands.command(
     cls=ModelFirst,
     epilog=examples(
-        'ov-circuits ablate smollm2 23.4 --prompt "Capital of France:" --answer " Paris"',
+        'ov-circuits ablate smollm2 23.4 --prompt "Capital of Italy:" --answer " Rome"',
         "ov-circuits ablate gpt2 each --prompts ioi -o ablation.csv",
     ),
 )
