@@ -473,8 +473,8 @@ def load(
 
     Args:
         x: nothing or ``"embedded"`` (the model that comes with the package), a folder, a ``.safetensors``, ``.bin``, ``.pt``,
-            ``.pth`` or ``.gguf`` file, ``"smollm2"`` (after ``ov-circuits fetch smollm2``), or a hub name such as ``"gpt2"`` or
-            ``"gpt2@main"``. Or what is in memory already: a transformers model (also compiled or data parallel), a
+            ``.pth``, ``.ckpt`` or ``.gguf`` file, ``"smollm2"`` (after ``ov-circuits fetch smollm2``), or a hub name such as
+            ``"gpt2"`` or ``"gpt2@main"``. Or what is in memory already: a transformers model (also compiled or data parallel), a
             TransformerLens ``TransformerBridge``, a state dict (with ``config``; tensors or numpy arrays). Its weights are used
             without a copy: open it again after you change them. Half precision becomes float32 layer by layer, when a layer
             is read. Prompts are run on the model or bridge itself.

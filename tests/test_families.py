@@ -508,9 +508,13 @@ def with_images(base: str, kind: str) -> Any:
     import transformers
 
     text = getattr(transformers, BASES[base][0])(**settings(base)[1])
-    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8, patch_size=4)
+    vision = dict(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8, patch_size=4
+    )
     seen = transformers.SiglipVisionConfig if kind == "Gemma3" else transformers.PixtralVisionConfig
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=seen(**vision), image_token_index=22)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=seen(**vision), image_token_index=22
+    )
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
@@ -526,8 +530,8 @@ def test_of_a_model_of_images_its_language_model_opens(tmp_path, base, kind):
         assert model.architecture.family == base
         assert relative_error(model.trace(TOKENS).logits, right) < CLOSE
         assert model.verify().passed
-    inside = network.model.language_model
-    assert ov.census(network.config.to_dict()).n_parameters == sum(p.numel() for p in {*inside.parameters(), network.lm_head.weight})
+    inside = {*network.model.language_model.parameters(), network.lm_head.weight}
+    assert ov.census(network.config.to_dict()).n_parameters == sum(parameter.numel() for parameter in inside)
 
 
 def test_what_the_config_of_gemma_3_with_images_leaves_out():
