@@ -17,7 +17,7 @@ from conftest import captured, relative_error
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tiny_families import BASES, VARIANTS, attended, module, reading, settings, tiny
+from tiny_families import BASES, VARIANTS, attended, module, reading, settings, tiny, with_images
 from torch import Tensor
 
 import ov_circuits as ov
@@ -501,23 +501,6 @@ def test_what_is_near_is_refused_by_name_and_reason(model_type, words):
     with pytest.raises(CircuitsError) as caught:
         family_of({"model_type": model_type}, "here")
     assert model_type in str(caught.value) and words in str(caught.value)
-
-
-def with_images(base: str, kind: str) -> Any:
-    """transformers' model of images and text around a language model of the table."""
-    import transformers
-
-    text = getattr(transformers, BASES[base][0])(**settings(base)[1])
-    vision = dict(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8, patch_size=4
-    )
-    seen = transformers.SiglipVisionConfig if kind == "Gemma3" else transformers.PixtralVisionConfig
-    config = getattr(transformers, f"{kind}Config")(
-        text_config=text, vision_config=seen(**vision), image_token_index=22
-    )
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
 
 
 @pytest.mark.parametrize(("base", "kind"), [("gemma3_text", "Gemma3"), ("mistral", "Mistral3")])
