@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import Tensor
 import ov_circuits as ov
 from ov_circuits.checkpoint.census import census
 from ov_circuits.checkpoint.families import FAMILIES, family_of, language_part
+from ov_circuits.checkpoint.in_memory import from_bridge
 from ov_circuits.checkpoint.layout import Part
 from ov_circuits.checkpoint.mlp import MLP
 from ov_circuits.checkpoint.positions import turn
@@ -515,6 +517,12 @@ def test_of_a_model_of_images_its_language_model_opens(tmp_path, base, kind):
         assert model.verify().passed
     inside = {*network.model.language_model.parameters(), network.lm_head.weight}
     assert ov.census(network.config.to_dict()).n_parameters == sum(parameter.numel() for parameter in inside)
+
+
+def test_a_bridge_to_a_model_of_images_is_refused():
+    bridge = SimpleNamespace(original_model=with_images("mistral", "Mistral3"), cfg=SimpleNamespace(model_name="x"))
+    with pytest.raises(CircuitsError, match="give its original_model"):
+        from_bridge(bridge)
 
 
 def test_what_the_config_of_gemma_3_with_images_leaves_out():

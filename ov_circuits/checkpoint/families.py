@@ -1043,7 +1043,7 @@ _LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             eos_token_id=1,
         ),
     ),
-    "mistral3": ("mistral", {}),
+    "mistral3": ("mistral", dict(bos_token_id=1, eos_token_id=2)),
 }
 _OUTSIDE = {name: reason for reason, names in _REASONS.items() for name in names}
 

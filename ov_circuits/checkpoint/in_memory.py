@@ -28,7 +28,11 @@ def is_network(x: Any) -> bool:
 
 def is_language_model(network: Any) -> bool:
     """Whether a transformers model is the very one that is split: with a head, and not one of images that has it inside."""
-    return network.get_output_embeddings() is not None and network.config.get_text_config() is network.config
+    return network.get_output_embeddings() is not None and _is_language_alone(network)
+
+
+def _is_language_alone(network: Any) -> bool:
+    return network.config.get_text_config() is network.config
 
 
 def unwrapped(x: Any) -> Any:
@@ -64,7 +68,7 @@ def from_bridge(bridge: Any) -> Checkpoint:
 
     Raises:
         CircuitsError: the bridge's weights were processed (``enable_compatibility_mode``, ``process_weights``): they are no
-            longer the checkpoint's, and a second folding would be wrong.
+            longer the checkpoint's, and a second folding would be wrong. Or it runs a model of images and text.
     """
     processed = (getattr(bridge, name, False) for name in ("compatibility_mode", "_weights_processed"))
     if any(processed) or getattr(bridge.cfg, "layer_norm_folding", False):
@@ -73,6 +77,10 @@ def from_bridge(bridge: Any) -> Checkpoint:
             "already. Pass a bridge before enable_compatibility_mode() or process_weights(), and choose a view here"
         )
     model = bridge.original_model
+    if not _is_language_alone(model):
+        raise CircuitsError(
+            "this TransformerBridge runs a model of images and text: give its original_model, whose language part is read"
+        )
     prefix = "_original_component."
     tensors = {name.replace(prefix, ""): value for name, value in model.state_dict().items()}
     return Checkpoint(
