@@ -14,6 +14,10 @@ transformers, which knows nothing of our split) and four identities must hold:
    stream is W_E's rows. Finds a wrong final norm, unembedding or embedding, or a factor that one of them lacks.
 
 And, from the weights alone: low-rank spectra against the dense matrices of sampled heads.
+
+What it cannot see: the model that runs has its tensors from this package's reading of the file. Hugging Face's files are read as
+they stand; where a file keeps tensors otherwise (GGUF, llama2.c, Meta's, Megatron's), a fault in undoing that would be in both.
+Those readers have tests of their own. And a key bias where positions do not turn keys: it moves all scores of a query alike.
 """
 
 from __future__ import annotations

@@ -473,8 +473,8 @@ def load(
 
     Args:
         x: nothing or ``"embedded"`` (the model that comes with the package), a folder, a ``.safetensors``, ``.bin``, ``.pt``,
-            ``.pth`` or ``.gguf`` file, ``"smollm2"`` (after ``ov-circuits fetch smollm2``), or a hub name such as ``"gpt2"`` or
-            ``"gpt2@main"``. Or what is in memory already: a transformers model (also compiled or data parallel), a
+            ``.pth``, ``.ckpt`` or ``.gguf`` file, ``"smollm2"`` (after ``ov-circuits fetch smollm2``), or a hub name such as
+            ``"gpt2"`` or ``"gpt2@main"``. Or what is in memory already: a transformers model (also compiled or data parallel), a
             TransformerLens ``TransformerBridge``, a state dict (with ``config``; tensors or numpy arrays). Its weights are used
             without a copy: open it again after you change them. Half precision becomes float32 layer by layer, when a layer
             is read. Prompts are run on the model or bridge itself.
@@ -523,6 +523,7 @@ def _open(
         from_network,
         from_tensors,
         is_bridge,
+        is_language_model,
         is_network,
         is_peft,
         unwrapped,
@@ -543,7 +544,7 @@ def _open(
     if is_bridge(x):
         return Source(from_bridge(x), device, bridge=x)
     if is_network(x):
-        return Source(from_network(x), device, network=x if x.get_output_embeddings() is not None else None)
+        return Source(from_network(x), device, network=x if is_language_model(x) else None)
     if x is None or isinstance(x, (str, os.PathLike)):
         return Source(open_checkpoint(x, revision, adapter), device)
     raise CircuitsError(

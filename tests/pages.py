@@ -6,7 +6,8 @@ A ``text`` block right after one of them is what it prints. Bring those up to da
     python tests/pages.py docs/spectra.md ..
 
 A ``sh`` block after a mark such as ``<!-- the test command -->`` sets up an environment: `.ci/run` runs it, by that mark. A
-``python`` block after ``<!-- torchrun 3 -->`` is a script of its own, for so many processes (or for one), on SmolLM2.
+``python`` block after ``<!-- torchrun 3 -->`` is a script of its own, for so many processes (or for one), on SmolLM2; a ``sh``
+block there is the command that starts them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Block:
         code: what is run.
         line: of its first line on the page.
         mark: what `.ci/run` finds it by, where it is a set-up command.
-        ranks: how many processes it is a script for; 0 where it runs with the page's other blocks.
+        ranks: how many processes it is a script for, or starts; 0 where it runs with the page's other blocks.
         printed: what the page says that it prints, with its place in the page's text; None where it says nothing.
     """
 
@@ -91,12 +92,16 @@ def run(block: Block, page: Path, namespace: dict[str, Any]) -> str:
 
 
 def run_script(block: Block) -> str:
-    """A script on several processes of this machine; what they print."""
+    """A script on several processes of this machine, or the command that starts them; what they print."""
     from torchrun import torchrun
 
-    script = Path("script.py").resolve()
-    script.write_text(block.code, encoding="utf-8")
-    done = torchrun(block.ranks, script, timeout=500)
+    command: list[Any] = [Path("script.py").resolve()]
+    if block.language == "python":
+        command[0].write_text(block.code, encoding="utf-8")
+    else:
+        started, command = shlex.split(block.code)[:4], shlex.split(block.code)[4:]
+        assert started == ["torchrun", "--standalone", "--nproc-per-node", str(block.ranks)], block.code
+    done = torchrun(block.ranks, *command, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -161,6 +162,15 @@ def test_every_commands_help_has_two_examples(command):
     text = run(command, "--help").stdout
     assert "Examples" in text
     assert len(re.findall(rf"^ (?:OV_CIRCUITS_CACHE=\S+ )?ov-circuits {command}\b", text, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_are_lines_to_copy_with_options_that_exist(command):
+    examples = run(command, "--help").stdout.rsplit("Examples", 1)[1].splitlines()
+    for line in filter(None, map(str.strip, examples)):  # one that did not fit would go on in a line of its own
+        found = re.fullmatch(rf"(?:OV_CIRCUITS_CACHE=\S+ )?ov-circuits {command}\b(.*)", line)
+        assert found is not None, line
+        get_command(app).commands[command].make_context(command, shlex.split(found[1]))
 
 
 def test_the_list_of_commands_is_complete():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from conftest import captured, relative_error
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tiny_families import BASES, VARIANTS, attended, module, reading, settings, tiny
+from tiny_families import BASES, VARIANTS, attended, module, reading, settings, tiny, with_images
 from torch import Tensor
 
 import ov_circuits as ov
 from ov_circuits.checkpoint.census import census
-from ov_circuits.checkpoint.families import FAMILIES, family_of
+from ov_circuits.checkpoint.families import FAMILIES, family_of, language_part
+from ov_circuits.checkpoint.in_memory import from_bridge
 from ov_circuits.checkpoint.layout import Part
 from ov_circuits.checkpoint.mlp import MLP
 from ov_circuits.checkpoint.positions import turn
@@ -487,9 +489,13 @@ def test_configs_that_ask_for_something_else_are_refused(config, words):
         ("falcon_h1", "hybrid"),
         ("gemma3n", "share keys and values"),
         ("gpt_oss", "sinks"),
+        ("lfm2_moe", "hybrid"),
+        ("mistral4", "multi-head latent attention"),
         ("bert", "encoder"),
+        ("camembert", "both ways"),
+        ("led", "encoder-decoder"),
         ("t5", "encoder-decoder"),
-        ("gemma3", "language model alone"),
+        ("paligemma", "language model alone"),
         ("llava", "language model alone"),
     ],
 )
@@ -497,6 +503,47 @@ def test_what_is_near_is_refused_by_name_and_reason(model_type, words):
     with pytest.raises(CircuitsError) as caught:
         family_of({"model_type": model_type}, "here")
     assert model_type in str(caught.value) and words in str(caught.value)
+
+
+@pytest.mark.parametrize(("base", "kind"), [("gemma3_text", "Gemma3"), ("mistral", "Mistral3")])
+def test_of_a_model_of_images_its_language_model_opens(tmp_path, base, kind):
+    network = with_images(base, kind)
+    network.save_pretrained(tmp_path)
+    with torch.no_grad():
+        right = network(torch.tensor([TOKENS])).logits[0]
+    for model in (ov.load(tmp_path), ov.load(network), ov.load(network.state_dict(), config=network.config)):
+        assert model.architecture.family == base
+        assert relative_error(model.trace(TOKENS).logits, right) < CLOSE
+        assert model.verify().passed
+    inside = {*network.model.language_model.parameters(), network.lm_head.weight}
+    assert ov.census(network.config.to_dict()).n_parameters == sum(parameter.numel() for parameter in inside)
+
+
+def test_a_bridge_to_a_model_of_images_is_refused():
+    bridge = SimpleNamespace(original_model=with_images("mistral", "Mistral3"), cfg=SimpleNamespace(model_name="x"))
+    with pytest.raises(CircuitsError, match="give its original_model"):
+        from_bridge(bridge)
+
+
+def test_what_the_config_of_gemma_3_with_images_leaves_out():
+    """As the hub has that of 4B: only what differs from transformers' defaults."""
+    import transformers
+
+    said = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    said["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    part = language_part({"model_type": "gemma3", "text_config": said | {"model_type": "gemma3_text"}}, "here")
+    full = transformers.Gemma3TextConfig(**said).to_dict()
+    assert FAMILIES["gemma3_text"].architecture(part) == FAMILIES["gemma3_text"].architecture(full)
+    assert part["bos_token_id"] == full["bos_token_id"] == 2
+    for text in (None, {"model_type": "llama"}):
+        with pytest.raises(CircuitsError, match="'gemma3' model whose text_config"):
+            language_part({"model_type": "gemma3", "text_config": text}, "here")
+
+
+def test_heads_of_families_that_turn_whole_heads_are_turned_whole():
+    """transformers' Llama pays no heed to the key that says otherwise in others."""
+    network = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5})
+    assert ov.load(network).verify().passed
 
 
 @pytest.mark.parametrize(

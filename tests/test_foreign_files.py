@@ -450,6 +450,26 @@ def test_a_megatron_pickle_with_other_classes_is_refused(write_tiny, tmp_path):
         ov.load(made)
 
 
+# -- what training programs write ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model"])
+def test_a_model_beside_its_optimizer(llama, tmp_path, key):
+    folder = llama()
+    config, state = read(folder)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lightning = {f"net.{name}": tensor for name, tensor in state.items()}
+    torch.save({"epoch": 3, key: lightning, "optimizer": {"state": {0: torch.ones(2)}}}, tmp_path / "last.ckpt")
+    assert torch.equal(ov.load(tmp_path / "last.ckpt").head("1.1").W_O, ov.load(folder).head("1.1").W_O)
+
+
+def test_an_index_is_no_model(llama, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(CircuitsError, match="name its folder"):
+        ov.load(index)
+
+
 # -- quantised files ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import hf_model, relative_error
 from safetensors.torch import load_file, save_file
+from tiny_families import with_images
 from typer.testing import CliRunner
 
 import ov_circuits as ov
@@ -99,6 +100,29 @@ def test_adapted_heads_and_their_updates(adapter, tmp_path, name, settings):
             assert relative_error(head.dense(), dense[-1]) < 1e-5
             values = torch.linalg.svdvals(dense[-1])
             assert relative_error(head.singular_values, values[: head.singular_values.shape[-1]]) < 1e-5
+
+
+@pytest.mark.parametrize("older_names", [False, True])
+def test_the_language_model_of_a_model_of_images(tmp_path, older_names):
+    from peft import LoraConfig, get_peft_model
+
+    network = with_images("gemma3_text", "Gemma3")
+    network.save_pretrained(tmp_path / "base")
+    settings = LoraConfig(r=3, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    peft = get_peft_model(network, settings).eval()  # q_proj and v_proj are the images' encoder's as well
+    peft.save_pretrained(tmp_path / "adapter")
+    if older_names:
+        file = tmp_path / "adapter" / "adapter_model.safetensors"
+        tensors = load_file(file)
+        assert any(".model.language_model." in name for name in tensors)
+        renamed = {name.replace(".model.language_model.", ".language_model.model."): t for name, t in tensors.items()}
+        save_file(renamed, file)
+    plain, ours = ov.load(tmp_path / "base"), ov.load(tmp_path / "base", adapter=tmp_path / "adapter")
+    with torch.inference_mode():
+        right = peft(torch.tensor([[1, 5, 7, 2, 9]])).logits[0]
+    torch.testing.assert_close(ours.trace([1, 5, 7, 2, 9]).logits, right, rtol=1e-4, atol=1e-4)
+    moved = ours.layer(1).ov.dense().double() - plain.layer(1).ov.dense().double()
+    assert relative_error(ours.ov_update(1).dense(), moved) < 1e-5
 
 
 def test_every_adapted_tensor_is_peft_merged_one(adapter, tmp_path):

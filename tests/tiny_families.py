@@ -145,6 +145,23 @@ def tiny(variant: str, seed: int = 0, *, implementation: str = "eager", **overri
     return network
 
 
+def with_images(base: str, kind: str) -> Any:
+    """transformers' model of images and text around a language model of the table."""
+    import transformers
+
+    text = getattr(transformers, BASES[base][0])(**settings(base)[1])
+    vision = dict(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8, patch_size=4
+    )
+    seen = transformers.SiglipVisionConfig if kind == "Gemma3" else transformers.PixtralVisionConfig
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=seen(**vision), image_token_index=22
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+
+
 def module(network: Any, family: Any, name: str, layer: int = 0) -> torch.nn.Module:
     return network.base_model.get_submodule(family.within + name.format(layer=layer))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ov_circuits.checkpoint.families import family_of
+from ov_circuits.checkpoint.families import family_of, language_part
 from ov_circuits.checkpoint.layout import Architecture
 from ov_circuits.checkpoint.locate import FOREIGN_FILES, WEIGHT_FILES, read_config
 from ov_circuits.checkpoint.stores import exists, read_json
@@ -51,6 +51,7 @@ def census(config: Mapping[str, Any], where: str = "this config") -> Census:
     Raises:
         CircuitsError: the architecture is not in the table, or the config contradicts itself.
     """
+    config = language_part(config, where)
     family = family_of(config, where)
     a = family.architecture(config)
     shapes = family.shapes(a, config)
@@ -69,7 +70,7 @@ def config_alone(path: Path) -> dict[str, Any] | None:
     if not exists(path):
         return None
     if path.is_file() and path.suffix == ".json":
-        return read_json(path)
+        return language_part(read_json(path), str(path))
     weights = (*WEIGHT_FILES, *FOREIGN_FILES, "*.gguf")
     if (path / "config.json").is_file() and not any(next(path.glob(name), None) for name in weights):
         return read_config(path)

@@ -118,13 +118,14 @@ class Config:
         layer_type: str | None = None,
         theta_key: str = "rope_theta",
         factor_key: str = "partial_rotary_factor",
-        default_factor: float = 1.0,
+        default_factor: float | None = None,
         shared: bool = True,
     ) -> RopeSettings:
         """Rotary settings, looked for where transformers does: its groups of rotary settings first, keys of their own last.
 
         Args:
-            default_theta, default_factor: what counts where the config says nothing.
+            default_theta, default_factor: what counts where the config says nothing. Without a default factor heads are turned
+                whole whatever the config says, as transformers' model of the family turns them.
             layer_type: the name of a group within the groups, which counts where it is there.
             theta_key, factor_key: the keys of their own.
             shared: whether settings that name no layer type are for this one too.
@@ -144,7 +145,9 @@ class Config:
         theta = self._rope_number("rope_theta", theta_key, settings, default_theta)
         if theta == 0:
             raise self.refusal(theta_key, "is 0: rotary positions need a base above 0")
-        factor = self._rope_number("partial_rotary_factor", factor_key, settings, default_factor)
+        factor = 1.0
+        if default_factor is not None:
+            factor = self._rope_number("partial_rotary_factor", factor_key, settings, default_factor)
         if not 0 < factor <= 1:
             raise self.refusal(factor_key, f"is {factor}: the part of a head that is rotated is above 0 and at most 1")
         return RopeSettings(theta, str(settings.get("rope_type", settings.get("type", "default"))), factor, group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,25 @@ _WRAPPER = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoi
 
 
 def bare_store(store: TensorStore, family: Family) -> TensorStore:
-    """A store without what was put around the model when it was saved: wrappers' names, and whatever stands before all names.
+    """A store without what was put around the model when it was saved; see :func:`bare_names`."""
+    names = bare_names(store.names(), family)
+    return store if list(names) == list(store.names()) else RenamedStore(store, names)
+
+
+def bare_names(stored: Iterable[str], family: Family) -> dict[str, str]:
+    """Names without what was put around the model when it was saved, wrappers' and whatever stands before all -> those stored.
 
     Data parallelism writes ``module.model.layers..``, Lightning ``net.model.layers..``. What stands in front is found by the
     first layer's output projection; where several models lie in one file, nothing is taken off.
     """
-    short = {name: _WRAPPER.sub("", name) for name in store.names()}
+    short = {name: _WRAPPER.sub("", name) for name in stored}
     sign = f"{family.projections['O'].name.format(layer=0)}.weight"
     fronts = {
         name.removesuffix(sign).removesuffix(family.prefix) for name in short.values() if name.endswith(f".{sign}")
     }
     front = fronts.pop() if len(fronts) == 1 else ""
     names = {short[name].removeprefix(front): name for name in short}
-    return store if len(names) < len(short) or list(names) == list(short) else RenamedStore(store, names)
+    return {name: name for name in short} if len(names) < len(short) else names
 
 
 def canonical_store(store: TensorStore, family: Family, wanted: Collection[str]) -> TensorStore:

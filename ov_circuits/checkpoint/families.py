@@ -25,6 +25,7 @@ __all__ = [
     "Rotary",
     "Shapes",
     "family_of",
+    "language_part",
     "model_type_of",
 ]
 
@@ -521,7 +522,8 @@ GEMMA3 = replace(
 
 def _phi3_numbers(get: Config) -> Architecture:
     a = _numbers(get, "RMSNorm", ("rms_norm_eps", 1e-5), n_ctx=4096)
-    return replace(_with_rotary(a, get.rope(10000.0)), windows=(get.optional_count("sliding_window"),) * a.n_layers)
+    rope = get.rope(10000.0, default_factor=1.0)
+    return replace(_with_rotary(a, rope), windows=(get.optional_count("sliding_window"),) * a.n_layers)
 
 
 PHI3 = replace(
@@ -914,6 +916,32 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "xlm-roberta",
         "mpnet",
         "modernbert",
+        "big_bird",
+        "camembert",
+        "convbert",
+        "data2vec-text",
+        "ernie",
+        "esm",
+        "eurobert",
+        "flaubert",
+        "gte",
+        "ibert",
+        "jina_embeddings_v3",
+        "layoutlm",
+        "longformer",
+        "luke",
+        "megatron-bert",
+        "mobilebert",
+        "nomic_bert",
+        "nystromformer",
+        "rembert",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "squeezebert",
+        "xlm",
+        "xlm-roberta-xl",
+        "xmod",
     ),
     "an encoder-decoder: its heads do not share one causal residual stream": (
         "t5",
@@ -924,6 +952,22 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "marian",
         "whisper",
         "t5gemma",
+        "t5gemma2",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "encoder-decoder",
+        "fsmt",
+        "led",
+        "longt5",
+        "m2m_100",
+        "mvp",
+        "nllb-moe",
+        "pegasus_x",
+        "plbart",
+        "prophetnet",
+        "switch_transformers",
+        "umt5",
     ),
     "no attention model: it has no heads to split": ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),
     "a hybrid: some of its layers mix tokens by a recurrence, a convolution or linear attention, which have no attention pattern": (
@@ -942,10 +986,18 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "lfm2",
         "olmo_hybrid",
         "kimi_linear",
+        "lfm2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "bailing_hybrid",
     ),
     "built on multi-head latent attention: its values pass through a shared compression, so W_V W_O per head is not defined": (
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "mistral4",
+        "youtu",
         "kimi_k2",
         "longcat_flash",
         "minicpm3",
@@ -957,9 +1009,9 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "built with attention sinks: a learned score takes part of every softmax, so its patterns do not sum to one": (
         "gpt_oss",
+        "mimo_v2_flash",
     ),
-    "a model of images or sound and text: save its language model alone (for Gemma 3, a Gemma3ForCausalLM) and open that": (
-        "gemma3",
+    "a model of images or sound and text: save its language model alone and open that": (
         "llava",
         "llava_next",
         "mllama",
@@ -970,14 +1022,47 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "qwen2_vl",
         "qwen2_5_vl",
         "qwen3_vl",
-        "mistral3",
         "llama4",
         "pixtral",
         "qwen2_audio",
         "phi4_multimodal",
     ),
 }
+# Models of images and text whose language model is a row of the table, which is what is read of them; and the numbers that
+# transformers takes where the config of that part is silent.
+_LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        dict(
+            hidden_size=2304,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            intermediate_size=9216,
+            vocab_size=262208,
+            bos_token_id=2,
+            eos_token_id=1,
+        ),
+    ),
+    "mistral3": ("mistral", dict(bos_token_id=1, eos_token_id=2)),
+}
 _OUTSIDE = {name: reason for reason, names in _REASONS.items() for name in names}
+
+
+def language_part(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A config; of a model of images and text that is split here (Gemma 3 of 4B and more, Mistral 3) its language model's.
+
+    Raises:
+        CircuitsError: that part is not there, or of another family.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _LANGUAGE_PARTS:
+        return dict(config)
+    family, defaults = _LANGUAGE_PARTS[kind]
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", family) != family:
+        raise CircuitsError(f"{where} is a {kind!r} model whose text_config is none of a {family!r} model: correct it")
+    whole = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if config.get(key) is not None}
+    return defaults | dict(text) | whole | {"model_type": family}
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:

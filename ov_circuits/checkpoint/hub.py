@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ov_circuits.checkpoint.families import family_of
+from ov_circuits.checkpoint.contents import bare_names
+from ov_circuits.checkpoint.families import family_of, language_part
 from ov_circuits.checkpoint.stores import SafetensorsStore, TensorStore, read_json, weight_map
 from ov_circuits.errors import CircuitsError
 
@@ -279,9 +280,10 @@ class _Repository:
 
 def _needed(shards: Mapping[str, str], config: Mapping[str, Any], repo: str) -> set[str]:
     """The shards with a tensor that scores of weights read: any that is none of an MLP."""
+    config = language_part(config, repo)
     family = family_of(config, repo)
     mlps = family.shapes(family.architecture(config), config).mlps
-    return {shard for name, shard in shards.items() if name.removeprefix(family.prefix) not in mlps}
+    return {shards[name] for short, name in bare_names(shards, family).items() if family.short_name(short) not in mlps}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ov_circuits.checkpoint.families import language_part
 from ov_circuits.checkpoint.locate import Checkpoint, refuse_packed
 from ov_circuits.checkpoint.stores import MemoryStore, no_warnings
 from ov_circuits.errors import CircuitsError
@@ -23,6 +24,15 @@ def is_bridge(x: Any) -> bool:
 def is_network(x: Any) -> bool:
     """Whether ``x`` is a transformers model, without importing transformers."""
     return _is_a(x, "transformers.modeling_utils", "PreTrainedModel")
+
+
+def is_language_model(network: Any) -> bool:
+    """Whether a transformers model is the very one that is split: with a head, and not one of images that has it inside."""
+    return network.get_output_embeddings() is not None and _is_language_alone(network)
+
+
+def _is_language_alone(network: Any) -> bool:
+    return network.config.get_text_config() is network.config
 
 
 def unwrapped(x: Any) -> Any:
@@ -58,7 +68,7 @@ def from_bridge(bridge: Any) -> Checkpoint:
 
     Raises:
         CircuitsError: the bridge's weights were processed (``enable_compatibility_mode``, ``process_weights``): they are no
-            longer the checkpoint's, and a second folding would be wrong.
+            longer the checkpoint's, and a second folding would be wrong. Or it runs a model of images and text.
     """
     processed = (getattr(bridge, name, False) for name in ("compatibility_mode", "_weights_processed"))
     if any(processed) or getattr(bridge.cfg, "layer_norm_folding", False):
@@ -67,6 +77,10 @@ def from_bridge(bridge: Any) -> Checkpoint:
             "already. Pass a bridge before enable_compatibility_mode() or process_weights(), and choose a view here"
         )
     model = bridge.original_model
+    if not _is_language_alone(model):
+        raise CircuitsError(
+            "this TransformerBridge runs a model of images and text: give its original_model, whose language part is read"
+        )
     prefix = "_original_component."
     tensors = {name.replace(prefix, ""): value for name, value in model.state_dict().items()}
     return Checkpoint(
@@ -152,4 +166,4 @@ def _checkpoint(tensors: Mapping[str, Any], config: dict[str, Any], name: str, w
         raise CircuitsError(f"tensor {absent} of {where} is on the device 'meta', without data: load its weights first")
     store = MemoryStore(tensors, origin=where)
     refuse_packed(store, where)
-    return Checkpoint(name=name, where=where, config=config, store=store)
+    return Checkpoint(name=name, where=where, config=language_part(config, where), store=store)

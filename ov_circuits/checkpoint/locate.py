@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ov_circuits.checkpoint.families import language_part
 from ov_circuits.checkpoint.foreign import Foreign
 from ov_circuits.checkpoint.lora import Adapter, is_adapter
 from ov_circuits.checkpoint.stores import (
@@ -257,7 +258,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CircuitsError(
             f"{folder} has no config.json, which says how many heads there are: copy it beside the weights"
         )
-    return read_json(file)
+    return language_part(read_json(file), str(folder))
 
 
 def embedded_model() -> Path:
@@ -309,7 +310,7 @@ def _looks_like_path(name: str) -> bool:
         name.startswith((".", "~", os.sep))
         or "\\" in name
         or name.partition("@")[0].count("/") > 1
-        or name.endswith(("/", ".safetensors", ".gguf", ".bin", ".json", ".pt", ".pth"))
+        or name.endswith(("/", ".safetensors", ".gguf", ".bin", ".json", ".pt", ".pth", ".ckpt"))
     )
 
 
@@ -321,20 +322,22 @@ def _open_file(file: Path, name: str | None) -> Checkpoint:
         return _foreign(open_gguf(file), name, file)
     if file.suffix == ".safetensors":
         return _hugging_face(name, file, file.parent, SafetensorsStore([file]))
-    if file.suffix in (".bin", ".pt", ".pth"):
+    if file.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         return _open_torch_file(file, name)
+    if file.name in WEIGHT_FILES:
+        raise CircuitsError(f"{file} is the index of weights in several files: name its folder {file.parent}")
     if file.name == "config.json":
         raise CircuitsError(
             f"{file} is a config without weights: name its folder {file.parent}, which must hold them; "
             "a config alone is enough for `ov-circuits inspect`"
         )
     raise CircuitsError(
-        f"{file} is not a checkpoint this package reads: .safetensors, .gguf, .bin, .pt, .pth, or a folder"
+        f"{file} is not a checkpoint this package reads: .safetensors, .gguf, .bin, .pt, .pth, .ckpt, or a folder"
     )
 
 
 def _open_torch_file(file: Path, name: str) -> Checkpoint:
-    """A ``.bin``, ``.pt`` or ``.pth`` file: whose it is, its content says."""
+    """A ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file: whose it is, its content says."""
     from ov_circuits.checkpoint import llama2c, meta_llama, nanogpt, vocabularies
 
     if meta_llama.shard_files(file.parent)[:1] == [file] and is_file(file.parent / "params.json"):

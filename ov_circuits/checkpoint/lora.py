@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ov_circuits.checkpoint.contents import bare_store
 from ov_circuits.checkpoint.families import family_of
 from ov_circuits.checkpoint.foreign import Settings
 from ov_circuits.checkpoint.layout import Family
@@ -33,6 +34,7 @@ from ov_circuits.errors import CircuitsError
 CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
+_LANGUAGE_MODEL = "language_model."  # in names of a model of images and text
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 
 # Settings under which the update is not scale * B A on top of the base as it is, and what they mean.
@@ -125,6 +127,7 @@ class Adapter:
             CircuitsError: it adapts what the base does not have, or in another shape.
         """
         family = family_of(config, where)
+        base = bare_store(base, family)
         names = {name.removeprefix(family.prefix): name for name in base.names()}
         recipes = {name: Recipe.of(base, name) for name in base.names()}
         # First what is replaced: PEFT saves an adapted embedding's base along with its factors.
@@ -197,7 +200,7 @@ class Adapter:
         factors: dict[str, dict[str, str]] = {}
         replaced: dict[str, str] = {}
         for name in self._store.names():
-            short = name.removeprefix(_PREFIX)
+            short = name.removeprefix(_PREFIX).replace(_LANGUAGE_MODEL, "", 1)
             match = _FACTOR.fullmatch(short)
             if match is not None:
                 factors.setdefault(match[1], {})[match[3]] = name

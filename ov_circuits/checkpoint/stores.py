@@ -227,14 +227,19 @@ def load_torch(file: Path, allowed: Sequence[Any] = ()) -> Any:
         ) from error
 
 
+# Where programs that train keep a model's tensors, beside an optimizer's and the like.
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model")
+
+
 def state_dict(loaded: Any, file: Path) -> dict[str, Tensor]:
-    """The tensors of a dictionary that a torch file holds; other values in it are left out.
+    """The tensors of a dictionary that a torch file holds, or of the model's inside it; other values are left out.
 
     Raises:
         CircuitsError: it is no dictionary, or a tensor in it is no plain array.
     """
     if not isinstance(loaded, Mapping):
         raise CircuitsError(f"{file} holds a {type(loaded).__name__}, not a dictionary of tensors")
+    loaded = next((loaded[key] for key in _MODEL_KEYS if isinstance(loaded.get(key), Mapping)), loaded)
     tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         _check_plain(name, tensor, file)

@@ -28,7 +28,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         show_default=False,
-        help="A folder, a .safetensors, .bin, .pt, .pth or .gguf file, smollm2, or a hub name: gpt2, gpt2@main. "
+        help="A folder, a .safetensors, .bin, .pt, .pth, .ckpt or .gguf file, smollm2, or a hub name: gpt2, gpt2@main. "
         "Left out (or '-', or 'embedded'): the model that comes with the package.",
         autocompletion=model_names,
     ),

@@ -35,7 +35,7 @@ commands = typer.Typer()
 
 @commands.command(
     epilog=examples(
-        'ov-circuits report gpt2 --prompt "John gave a drink to" --answer " Mary" -o gpt2.html',
+        'ov-circuits report gpt2 --prompt "John gave a drink to" --answer " Mary"',
         "ov-circuits report gpt2 --bundle gpt2-report",
     ),
 )

@@ -108,7 +108,7 @@ def behaviours(
 @commands.command(
     cls=ModelFirst,
     epilog=examples(
-        'ov-circuits attribute gpt2 "John gave a drink to" --answer " Mary" --against " John" --json',
+        'ov-circuits attribute gpt2 "John gave a drink to" --answer " Mary" --json',
         "ov-circuits attribute gpt2 --prompts ioi -o ioi.csv",
     ),
 )
@@ -202,7 +202,7 @@ def _account(
 @commands.command(
     cls=ModelFirst,
     epilog=examples(
-        'ov-circuits ablate smollm2 17.3,18.6 --prompt "The capital of France is" --answer " Paris"',
+        'ov-circuits ablate smollm2 23.4 --prompt "Capital of Italy:" --answer " Rome"',
         "ov-circuits ablate gpt2 each --prompts ioi -o ablation.csv",
     ),
 )
