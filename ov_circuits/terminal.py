@@ -355,6 +355,7 @@ def print_changes(frame: pd.DataFrame, of: int) -> None:
 def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
     """What ``head`` knows, ready for JSON."""
     from ov_circuits.scores.board import SCORES, LayerCircuits
+    from ov_circuits.scores.broken import broken_tensors
     from ov_circuits.scores.directions import directions
     from ov_circuits.words import token_list
 
@@ -372,7 +373,8 @@ def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
         "singular_values": circuits.ov.singular_values[head.index].tolist() if finite else [],
         "directions": [],
     }
-    facts["note"] = None if finite else "its weights hold NaN or infinity: it has no scores"
+    broken = "; ".join(() if finite else broken_tensors(model, head.layer))
+    facts["note"] = None if finite else f"its weights hold NaN or infinity: it has no scores ({broken})"
     if finite and not model.has_embeddings:
         facts["note"] = f"singular directions cannot be read as tokens: {model.why_no_vocabulary}"
     if facts["note"]:

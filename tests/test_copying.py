@@ -187,8 +187,8 @@ def test_the_induction_heads_of_the_char_model_copy(tiny_gpt2_char: Path) -> Non
 
 def test_results_say_what_they_are(stories260k: Path) -> None:
     attrs = rank_copying(ov.load(stories260k, view="raw"), heads=["0.0"], source="embed_mlp0").attrs
-    assert (attrs["view"], attrs["source"]) == ("raw", "embed_mlp0")
-    assert attrs["definition"]
+    assert (attrs["view"], attrs["source_embedding"]) == ("raw", "embed_mlp0")
+    assert "McDougall" in attrs["source"] and attrs["definition"]
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def broken_head(stories260k: Path, tmp_path: Path) -> Path:
 
 def test_nan_stays_with_its_head(broken_head: Path, stories260k: Path) -> None:
     whole, broken = rank_copying(ov.load(stories260k)), rank_copying(ov.load(broken_head))
-    scores = [name for name in whole if name.startswith("rank_")]
+    scores = [f"rank_{end}_{k}" for end in ("copying", "suppression") for k in (1, 5, 10)]
     nan = broken.set_index("head")[scores].isna().all(axis=1)
     assert nan[nan].index.tolist() == ["2.3"]
     others = ~whole["head"].isin(["2.3", "1.1"])
@@ -257,7 +257,8 @@ def test_ioi_scores_of_every_head(models_dir: Path, name: str, reference: Callab
             layer, index = int(positive["layer"][row]), int(positive["index"][row])
             for frame, sign in ((positive, 1), (negative, -1)):
                 expected = reference_ioi(folder, right, layer, index, ids, sign, folded=view != "raw")
-                assert frame.iloc[row, -1] == pytest.approx(expected), (view, frame["head"][row], sign)
+                column = "ioi_copying" if sign > 0 else "ioi_negative_copying"
+                assert frame[column][row] == pytest.approx(expected), (view, frame["head"][row], sign)
 
 
 def test_names_of_several_tokens_are_dropped_and_named(tiny_gpt2_char: Path) -> None:

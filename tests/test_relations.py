@@ -102,7 +102,7 @@ def test_scores_of_every_head(tiny_gpt2_char: Path, tmp_path: Path, reference: C
     assert frame.attrs["k"] == {"following": 4, "same": 1}
     assert frame.attrs["pairs"] == {"following": 25, "same": 26}
     assert frame.attrs["dropped"] == {"following": [], "same": ["Mary"]}
-    assert (frame.attrs["view"], frame.attrs["source"]) == ("raw", "embed_mlp0")
+    assert (frame.attrs["view"], frame.attrs["source_embedding"]) == ("raw", "embed_mlp0")
     X = reference_source(tiny_gpt2_char, "embed_mlp0")
     ids = [model.tokenizer.encode(letter)[0] for letter in letters]
     for row in frame.to_dict("records"):

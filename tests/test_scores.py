@@ -23,16 +23,18 @@ def dense_scores(model, head):
     scale = scale / (head.layer + 1) if model.architecture.scale_by_layer else scale
     qk = head.W_Q.double() @ head.W_K.double().T * scale
     s, s_qk = torch.linalg.svdvals(ov_matrix), torch.linalg.svdvals(qk)
-    share = s / s.sum()
     values = {
         "eigen_copying_ov": copying(ov_matrix),
         "ov_frobenius_norm": ov_matrix.square().sum().sqrt(),
         "ov_spectral_norm": s[0],
         "ov_stable_rank": s.square().sum() / s[0] ** 2,
         "ov_participation_ratio": s.square().sum() ** 2 / s.pow(4).sum(),
-        "ov_entropy_rank": math.exp(-sum(float(p) * math.log(float(p)) for p in share if p > 0)),
+        "ov_entropy_rank": entropy_rank(s),
         "qk_frobenius_norm": qk.square().sum().sqrt(),
+        "qk_spectral_norm": s_qk[0],
         "qk_stable_rank": s_qk.square().sum() / s_qk[0] ** 2,
+        "qk_participation_ratio": s_qk.square().sum() ** 2 / s_qk.pow(4).sum(),
+        "qk_entropy_rank": entropy_rank(s_qk),
         "value_bias_norm": 0.0 if head.b_V is None else (head.b_V.double() @ W_O).norm(),
     }
     if model.has_embeddings:
@@ -43,6 +45,8 @@ def dense_scores(model, head):
             "full_ov_frobenius_norm": full.square().sum().sqrt(),
             "full_ov_spectral_norm": s_full[0],
             "full_ov_stable_rank": s_full.square().sum() / s_full[0] ** 2,
+            "full_ov_participation_ratio": s_full.square().sum() ** 2 / s_full.pow(4).sum(),
+            "full_ov_entropy_rank": entropy_rank(s_full),
         }
     return {key: float(value) for key, value in values.items()}
 
@@ -50,6 +54,10 @@ def dense_scores(model, head):
 def copying(matrix):
     eigenvalues = torch.linalg.eigvals(matrix)
     return eigenvalues.real.sum() / eigenvalues.abs().sum()
+
+
+def entropy_rank(s):
+    return math.exp(-sum(float(p) * math.log(float(p)) for p in s / s.sum() if p > 1e-15))
 
 
 def views(model):
@@ -110,6 +118,13 @@ def test_a_zero_head_has_rank_zero_and_no_copying_score():
     for rank in (spectra.stable_rank, spectra.participation_ratio, spectra.entropy_rank):
         assert torch.equal(rank(zero), torch.zeros(3, dtype=torch.float64))
     assert spectra.eigenvalue_copying(zero.to(torch.complex128)).isnan().all()
+
+
+def test_a_spectrum_that_is_not_finite_has_no_rank():
+    S = torch.tensor([[2.0, 1.0], [math.nan, math.nan]])
+    for of in (spectra.stable_rank, spectra.participation_ratio, spectra.entropy_rank):
+        found = of(S)
+        assert found[0] > 1 and found[1].isnan(), of
 
 
 def test_singular_values_are_not_eigenvalues(tiny_gpt2_char):
