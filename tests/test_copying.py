@@ -219,6 +219,31 @@ def test_nan_stays_with_its_head(broken_head: Path, stories260k: Path) -> None:
     assert ioi[ioi.isna()].index.tolist() == ["2.3"]
 
 
+def test_every_number_over_tokens_has_its_chance(stories260k: Path) -> None:
+    """Ranks drawn at random many times over: what each number would be, and how much it would vary."""
+    model = ov.load(stories260k)
+    frame = rank_copying(model, ["1.4", "1.7"], ranks=100)
+    n, m, draws = model.architecture.n_vocab, 100, 4000
+    ranks = torch.randint(n, (draws, n), generator=torch.Generator().manual_seed(0)).double()
+    drawn = {f"rank_copying_{k}": (ranks < k).double().mean(1) for k in (1, 5, 10)}
+    drawn |= {"mean_rank": ranks[:, :m].mean(1), "suppression_median_rank": ranks[:, :m].quantile(0.5, dim=1)}
+    for name, values in drawn.items():
+        error = float(values.std()) / draws**0.5
+        assert abs(float(frame[f"{name}_null_mean"][0]) - float(values.mean())) < 5 * error, name
+        z = (float(frame[name][0]) - float(frame[f"{name}_null_mean"][0])) / float(values.std())
+        assert float(frame[f"{name}_z"][0]) == pytest.approx(z, rel=0.06), name
+    assert not [name for name in rank_copying(model, ["1.4"], nulls=False) if name.endswith(("_z", "_null_mean"))]
+    ioi = ioi_copying(model, names=["Lily", "Tim"])
+    assert (ioi["ioi_copying_null_mean"] == 5 / n).all() and ioi["ioi_copying_z"].notna().all()
+
+
+def test_a_list_of_names_is_stripped_and_not_empty(tiny_gpt2_char: Path) -> None:
+    model = ov.load(tiny_gpt2_char)
+    assert ioi_copying(model, names=["a", " a", "b "]).attrs["names"] == 2
+    with pytest.raises(ov.CircuitsError, match="list of names is empty"):
+        ioi_copying(model, names=[])
+
+
 # -- names ------------------------------------------------------------------------------------------------------------
 
 

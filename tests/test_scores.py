@@ -306,3 +306,42 @@ def test_public_names_are_what_they_say_even_after_their_modules_were_imported(t
     for name in ov.__all__:
         value = getattr(ov, name)
         assert name in ("__version__", "distributed", "prompts", "scores", "figures") or callable(value), name
+
+
+def test_every_result_says_its_view_and_where_its_definition_is_from(stories260k, tmp_path):
+    model = ov.load(stories260k, view="folded")
+    head, names = model.head("1.0"), ["Lily", "Tim"]
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("source,target\nthe,a\n")
+    over_tokens = {
+        "embed": ov.rank_copying(model, "1.0"),
+        "embed_plus_mlp0": ov.ioi_copying(model, "1.0", names=names),
+        "embed_mlp0": ov.relation_scores(model, [pairs], heads="1.0"),
+    }
+    results = [
+        *over_tokens.values(),
+        ov.ioi_negative_copying(model, "1.0", names=names),
+        ov.copy_table(model),
+        ov.disagreements(ov.copy_table(model)),
+        ov.composition(model),
+        ov.strongest_paths(model, 3),
+        ov.component_composition(model, "0.1"),
+        ov.subspace_overlap(model),
+        ov.space_map(model),
+        ov.spectrum(head),
+        ov.span(head, [0, 1]),
+        head.reads(),
+        head.writes(300),
+        ov.strongest_token_pairs(model, head),
+        ov.token_pair(model, 300, 301),
+        ov.qk_spectra(model, 2).frame(),
+        ov.largest_query_key_pairs(model, head, offset=2),
+        ov.offset_profile(model, head, [0]),
+    ]
+    for frame in results:
+        assert frame.attrs["model"] == model.name and frame.attrs["view"] in ("folded", "raw"), frame.attrs
+        assert any(year in frame.attrs["source"] for year in ("19", "20", "sources")), frame.attrs
+    for source, frame in over_tokens.items():
+        assert frame.attrs["source_embedding"] == source
+    table = ov.copy_table(model, nulls=True)
+    assert set(table.attrs["sources"]) <= set(table) and "rank_copying_5_z" in table and "eigen_copying_ov_z" in table

@@ -47,7 +47,8 @@ def rank_copying(
 ) -> pd.DataFrame:
     """Rank copying and suppression over the whole vocabulary (McDougall et al. 2023, "Copy Suppression").
 
-    Exact; :mod:`ov_circuits.linalg.vocab_ranks` says how nearly all logits are spared.
+    Exact for the float32 factors X W_V and W_O W_U (logits nearer to each other than these are rounded, some 1e-8 of a row's
+    largest, may change places); :mod:`ov_circuits.linalg.vocab_ranks` says how nearly all logits are spared.
 
     ``rank_copying_k``: the share of tokens t whose own logit is among the k largest of row t of X W_V W_O W_U, that is, fewer
     than k logits of the row are strictly larger. ``rank_suppression_k``: among the k smallest. Both in [0, 1]; by chance
@@ -345,6 +346,7 @@ def frame_of(
         frame = frame.astype({"layer": "int64", "index": "int64"})  # only sums lack one
     missing = frame.loc[frame[next(iter(ready.by_chance))].isna(), "head"]
     frame.attrs = {
+        **ready.attrs,
         "model": model.name,
         "view": model.view,
         "source_embedding": source,
@@ -354,5 +356,4 @@ def frame_of(
         "null": NULL_NOTE,
         "notes": notes_on(model, (label for sum_of in missing for label in sum_of.split("+"))),
     }
-    frame.attrs |= ready.attrs
     return frame

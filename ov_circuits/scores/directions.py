@@ -167,7 +167,7 @@ def reads(head: Head, k: int = 10, direction: int = 0) -> pd.DataFrame:
             ):
                 rows.append((end, side, token, token_text(head.model, token), value))
     frame = pd.DataFrame(rows, columns=["end", "side", "id", "token", "value"])
-    frame.attrs = _attrs(head, SOURCE) | {"direction": direction}
+    frame.attrs |= _attrs(head, SOURCE) | {"direction": direction}
     return frame
 
 
@@ -216,7 +216,7 @@ def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
         for token, value, share in zip(best.indices.tolist(), best.values.tolist(), shares.tolist(), strict=True):
             records.append((side, token, token_text(model, token), value, share))
     frame = pd.DataFrame(records, columns=["side", "id", "token", "value", "share"])
-    frame.attrs = _attrs(head, SOURCE) | {"pairs": chosen}
+    frame.attrs |= _attrs(head, SOURCE) | {"pairs": chosen}
     return frame
 
 
@@ -232,5 +232,5 @@ def _ends_frame(head: Head, row: Tensor, k: int, names: tuple[str, str], token: 
         for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
             records.append((name, token, token_text(model, token), value))
     frame = pd.DataFrame(records, columns=["end", "id", "token", "value"])
-    frame.attrs = _attrs(head, ELHAGE) | {"circuit": "W_E W_V W_O W_U", "source_token": token_text(model, token)}
+    frame.attrs |= _attrs(head, ELHAGE) | {"circuit": "W_E W_V W_O W_U", "source_token": token_text(model, token)}
     return frame

@@ -77,7 +77,7 @@ class QKSpectra:
         """
         values = {name: of(self.singular_values) for name, of in _OF_SINGULAR_VALUES.items()}
         values["qk_eigen_matching"] = spectra.eigenvalue_copying(self.eigenvalues)
-        columns = {}
+        columns: dict[str, Tensor] = {}
         for name, value in values.items():
             null = self.nulls[name]
             columns |= {name: value, f"{name}_null_mean": null.mean.where(value.isfinite(), torch.nan)}
