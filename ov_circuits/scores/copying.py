@@ -26,7 +26,7 @@ from ov_circuits.model import Head, Model
 from ov_circuits.scores.broken import notes_on
 from ov_circuits.scores.circuits import NULL_NOTE, Circuit, TokenScore, circuits, share_by_chance
 from ov_circuits.scores.papers import MCDOUGALL, WANG
-from ov_circuits.scores.sources import SOURCES, source_embedding, source_rows
+from ov_circuits.scores.sources import SOURCES, check_source, source_embedding, source_rows
 
 KS = (1, 5, 10)
 # Both signs of the IOI score.
@@ -231,6 +231,7 @@ def ioi_score(
     model: Model, source: str, names: Sequence[str] | str | Path | None, signs: dict[str, float]
 ) -> TokenScore:
     """:func:`ioi_scores`, made ready."""
+    check_source(model, source)  # before the words: a checkpoint without embeddings has no use for a tokenizer
     ids, dropped = _name_ids(model, names)
     unembed = _FinalLayer(model)
 

@@ -28,7 +28,7 @@ from ov_circuits.model import Head, Model
 from ov_circuits.scores.circuits import TokenScore, circuits, share_by_chance
 from ov_circuits.scores.copying import frame_of, read_csv, share_below, single_token
 from ov_circuits.scores.papers import MAPS
-from ov_circuits.scores.sources import source_embedding
+from ov_circuits.scores.sources import check_source, source_embedding
 
 # Of a relation whose targets are its sources (copying), the target must come first.
 _COPYING_K = 1
@@ -140,6 +140,7 @@ def relation_score(
     model = model.in_view(view)
     if k < 1:
         raise CircuitsError(f"k = {k}: at least the first place must count")
+    check_source(model, source)
     asked, left_out = _asked(model, relations, k)
     sources, targets = (torch.cat([getattr(a, side) for a in asked]) for side in ("sources", "targets"))
     W_U, cap = model.unembedding.mT, max(a.k for a in asked)
