@@ -12,6 +12,7 @@ import csv
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -346,8 +347,7 @@ def frame_of(
     if frame[["layer", "index"]].notna().all(axis=None):
         frame = frame.astype({"layer": "int64", "index": "int64"})  # only sums lack one
     missing = frame.loc[frame[next(iter(ready.by_chance))].isna(), "head"]
-    frame.attrs = {
-        **ready.attrs,
+    said: dict[str, Any] = {
         "model": model.name,
         "view": model.view,
         "source_embedding": source,
@@ -357,4 +357,5 @@ def frame_of(
         "null": NULL_NOTE,
         "notes": notes_on(model, (label for sum_of in missing for label in sum_of.split("+"))),
     }
+    frame.attrs |= said | ready.attrs
     return frame
