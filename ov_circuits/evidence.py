@@ -67,8 +67,8 @@ def scoreboard(
         either end of the leading singular direction of W_V W_O, and what is then written). Last, each behaviour with its
         ``.._spread`` over seeds and, with ``nulls``, ``.._null_mean`` and ``.._z``. ``attrs``: ``model``, ``view``,
         ``source_embedding``, each column's ``sources`` and ``nulls``, which were ``left_out`` and why, which heads are
-        ``not_finite`` (their weights hold NaN or infinity, so their scores are NaN), and in ``probes`` what behaviours were
-        measured on.
+        ``not_finite`` (their weights hold NaN or infinity, so their scores are NaN; ``notes`` names the tensors), and in
+        ``probes`` what behaviours were measured on.
 
     Raises:
         CircuitsError: an unknown name; a source that no score reads; a named score or behaviour that the checkpoint does not

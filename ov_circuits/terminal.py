@@ -35,6 +35,7 @@ _SHOWN_SCORES = (
 )
 _PATH_NUMBERS = ("value", "null_mean", "z", "z_paired")
 _SHOWN_TOKENS = 3
+_SHOWN_LEFT_OUT = 4
 _PIPE_WIDTH = 160
 
 
@@ -256,12 +257,28 @@ def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, 
     ]
     # Spaces for underscores: a narrow terminal folds at words.
     titles = [name.replace("_", " ") for name in ("head", *shown, *token_columns)]
-    _print_table(f"{model.name}, view {model.view}", titles, rows, "l" + "r" * len(shown))
+    ranks = any(name.startswith(("rank_copying", "rank_suppression")) for name in shown)
+    source = f", source embedding {frame.attrs['source_embedding']} of ranks" if ranks else ""
+    _print_table(f"{model.name}, view {model.view}{source}", titles, rows, "l" + "r" * len(shown))
+    _say_what_scores_are(frame, names)
     hidden = [key for key in frame.attrs["sources"] if key not in shown]
     if hidden and names is None:
         note(
             f"{len(hidden)} more scores, each with its null and z: --json or -o. Those over the vocabulary: --scores all"
         )
+
+
+def _say_what_scores_are(frame: pd.DataFrame, names: Sequence[str] | None) -> None:
+    """Where the named scores come from, which weights are not finite, and what was left out and why."""
+    said = dict.fromkeys(frame.attrs["sources"][name] for name in names or () if name in frame.attrs["sources"])
+    for sentence in (*said, *frame.attrs["notes"]):
+        note(sentence)
+    why: dict[str, list[str]] = {}
+    for key, reason in frame.attrs["left_out"].items():
+        why.setdefault(reason, []).append(key)
+    for reason, keys in why.items():
+        shown = ", ".join(keys) if len(keys) <= _SHOWN_LEFT_OUT else f"{len(keys)} scores, {keys[0]} among them"
+        note(f"left out {shown}: {reason}")
 
 
 def print_behaviours(frame: pd.DataFrame, model: Model, sort: str | None) -> None:
@@ -355,6 +372,7 @@ def print_changes(frame: pd.DataFrame, of: int) -> None:
 def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
     """What ``head`` knows, ready for JSON."""
     from ov_circuits.scores.board import SCORES, LayerCircuits
+    from ov_circuits.scores.broken import broken_tensors
     from ov_circuits.scores.directions import directions
     from ov_circuits.words import token_list
 
@@ -372,7 +390,8 @@ def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
         "singular_values": circuits.ov.singular_values[head.index].tolist() if finite else [],
         "directions": [],
     }
-    facts["note"] = None if finite else "its weights hold NaN or infinity: it has no scores"
+    broken = "; ".join(() if finite else broken_tensors(model, head.layer))
+    facts["note"] = None if finite else f"its weights hold NaN or infinity: it has no scores ({broken})"
     if finite and not model.has_embeddings:
         facts["note"] = f"singular directions cannot be read as tokens: {model.why_no_vocabulary}"
     if facts["note"]:

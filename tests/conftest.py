@@ -476,3 +476,22 @@ def captured(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
         yield seen
     finally:
         handle.remove()
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """``copy_of(folder, change)`` -> a copy of a checkpoint whose tensors went through ``change``."""
+    from safetensors.torch import load_file, save_file
+
+    def copy(folder, change=lambda tensors: None):
+        target = tmp_path / "copy"
+        shutil.copytree(folder, target)
+        target.chmod(0o755)
+        for file in target.iterdir():
+            file.chmod(0o644)
+        tensors = load_file(target / "model.safetensors")
+        change(tensors)
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        return target
+
+    return copy

@@ -187,8 +187,8 @@ def test_the_induction_heads_of_the_char_model_copy(tiny_gpt2_char: Path) -> Non
 
 def test_results_say_what_they_are(stories260k: Path) -> None:
     attrs = rank_copying(ov.load(stories260k, view="raw"), heads=["0.0"], source="embed_mlp0").attrs
-    assert (attrs["view"], attrs["source"]) == ("raw", "embed_mlp0")
-    assert attrs["definition"]
+    assert (attrs["view"], attrs["source_embedding"]) == ("raw", "embed_mlp0")
+    assert "McDougall" in attrs["source"] and attrs["definition"]
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def broken_head(stories260k: Path, tmp_path: Path) -> Path:
 
 def test_nan_stays_with_its_head(broken_head: Path, stories260k: Path) -> None:
     whole, broken = rank_copying(ov.load(stories260k)), rank_copying(ov.load(broken_head))
-    scores = [name for name in whole if name.startswith("rank_")]
+    scores = [f"rank_{end}_{k}" for end in ("copying", "suppression") for k in (1, 5, 10)]
     nan = broken.set_index("head")[scores].isna().all(axis=1)
     assert nan[nan].index.tolist() == ["2.3"]
     others = ~whole["head"].isin(["2.3", "1.1"])
@@ -217,6 +217,31 @@ def test_nan_stays_with_its_head(broken_head: Path, stories260k: Path) -> None:
     names = ["Lily", "Tim", "day", "the"]
     ioi = ioi_copying(ov.load(broken_head), names=names).set_index("head")["ioi_copying"]
     assert ioi[ioi.isna()].index.tolist() == ["2.3"]
+
+
+def test_every_number_over_tokens_has_its_chance(stories260k: Path) -> None:
+    """Ranks drawn at random many times over: what each number would be, and how much it would vary."""
+    model = ov.load(stories260k)
+    frame = rank_copying(model, ["1.4", "1.7"], ranks=100)
+    n, m, draws = model.architecture.n_vocab, 100, 4000
+    ranks = torch.randint(n, (draws, n), generator=torch.Generator().manual_seed(0)).double()
+    drawn = {f"rank_copying_{k}": (ranks < k).double().mean(1) for k in (1, 5, 10)}
+    drawn |= {"mean_rank": ranks[:, :m].mean(1), "suppression_median_rank": ranks[:, :m].quantile(0.5, dim=1)}
+    for name, values in drawn.items():
+        error = float(values.std()) / draws**0.5
+        assert abs(float(frame[f"{name}_null_mean"][0]) - float(values.mean())) < 5 * error, name
+        z = (float(frame[name][0]) - float(frame[f"{name}_null_mean"][0])) / float(values.std())
+        assert float(frame[f"{name}_z"][0]) == pytest.approx(z, rel=0.06), name
+    assert not [name for name in rank_copying(model, ["1.4"], nulls=False) if name.endswith(("_z", "_null_mean"))]
+    ioi = ioi_copying(model, names=["Lily", "Tim"])
+    assert (ioi["ioi_copying_null_mean"] == 5 / n).all() and ioi["ioi_copying_z"].notna().all()
+
+
+def test_a_list_of_names_is_stripped_and_not_empty(tiny_gpt2_char: Path) -> None:
+    model = ov.load(tiny_gpt2_char)
+    assert ioi_copying(model, names=["a", " a", "b "]).attrs["names"] == 2
+    with pytest.raises(ov.CircuitsError, match="list of names is empty"):
+        ioi_copying(model, names=[])
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -257,7 +282,8 @@ def test_ioi_scores_of_every_head(models_dir: Path, name: str, reference: Callab
             layer, index = int(positive["layer"][row]), int(positive["index"][row])
             for frame, sign in ((positive, 1), (negative, -1)):
                 expected = reference_ioi(folder, right, layer, index, ids, sign, folded=view != "raw")
-                assert frame.iloc[row, -1] == pytest.approx(expected), (view, frame["head"][row], sign)
+                column = "ioi_copying" if sign > 0 else "ioi_negative_copying"
+                assert frame[column][row] == pytest.approx(expected), (view, frame["head"][row], sign)
 
 
 def test_names_of_several_tokens_are_dropped_and_named(tiny_gpt2_char: Path) -> None:

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from test_cli import run, run_json
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
 from ov_circuits.files import atomic_path
-
-
-@pytest.fixture
-def copy_of(tmp_path):
-    """``copy_of(folder, change)`` -> a copy of a checkpoint whose tensors went through ``change``."""
-
-    def copy(folder, change=lambda tensors: None):
-        target = tmp_path / "copy"
-        shutil.copytree(folder, target)
-        target.chmod(0o755)
-        for file in target.iterdir():
-            file.chmod(0o644)
-        tensors = load_file(target / "model.safetensors")
-        change(tensors)
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        return target
-
-    return copy
-
 
 # -- nothing is destroyed or left -----------------------------------------------------------------------------------------
 

@@ -209,6 +209,8 @@ def test_empirical_null_is_the_bulk():
     assert float(null.mean) == pytest.approx(3, abs=0.15)
     assert float(null.std) == pytest.approx(2, abs=0.15)
     assert torch.isnan(empirical_null(torch.tensor([torch.nan])).mean)
+    even = empirical_null(torch.tensor([1.0, 2.0, 4.0, 9.0]))  # deviations from 3: 1, 1, 2, 6
+    assert (float(even.mean), float(even.std)) == (3, pytest.approx(1.4826 * 1.5))
 
 
 def test_normal_tail_and_z():

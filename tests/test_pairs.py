@@ -125,7 +125,7 @@ def test_the_largest_entry_of_a_head_is_the_first_of_its_row(tiny_gpt2_char, gpt
     frame = token_pair(model, first["source"], first["output"])
     row = frame.set_index("head").loc["1.0"]
     assert row["rank"] == 1 and row["value"] == pytest.approx(first["value"], rel=1e-5)
-    assert (frame.attrs["source"], frame.attrs["output"]) == (first["source"], first["output"])
+    assert (frame.attrs["source_token"], frame.attrs["output_token"]) == (first["source"], first["output"])
     with pytest.raises(CircuitsError, match="no embeddings"):
         token_pair(ov.load(gpt2_small_attention), 1, 2)
 

@@ -159,5 +159,35 @@ def test_nan_stays_with_its_heads(write_tiny):
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     model = ov.load(folder)
     frame = qk_spectra(model).frame()
-    assert frame[frame.isna().any(axis=1)]["head"].tolist() == ["1.0"]
+    broken = frame["head"] == "1.0"
+    assert frame.drop(columns="head")[broken].isna().all(axis=None)
+    assert frame[~broken].notna().all(axis=None)
     assert any("layers.1.self_attn.q_proj.weight" in note for note in frame.attrs["notes"])
+
+
+def test_nulls_at_an_offset_are_those_of_dense_random_rotations(stories260k):
+    model = ov.load(stories260k)
+    head, d = model.head("2.5"), model.architecture.d_head
+    Q, K = head.W_Q.double(), head.W_K.double()
+    generator = torch.Generator().manual_seed(5)
+
+    def haar(n: int) -> torch.Tensor:
+        q, r = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
+        return q * r.diagonal().sign()
+
+    turned = [torch.linalg.svdvals(Q @ haar(d) @ K.T)[:d] * d**-0.5 for _ in range(400)]
+    S = torch.linalg.svdvals(Q @ rotation(d, 3, model.architecture.rope_theta) @ K.T)[:d]
+    M = [haar(64)[:, :d] @ torch.diag(S) @ haar(64)[:d] for _ in range(400)]
+    right = {
+        "qk_spectral_norm": torch.stack([s[0] for s in turned]),
+        "qk_entropy_rank": torch.stack([torch.exp(-(s / s.sum() * (s / s.sum()).log()).sum()) for s in turned]),
+        "qk_eigen_matching": torch.stack([(e := torch.linalg.eigvals(m)).real.sum() / e.abs().sum() for m in M]),
+    }
+    many = [qk_spectra(model, 3, seed).nulls for seed in range(12)]
+    for name, values in right.items():
+        mean = torch.stack([nulls[name].mean[21] for nulls in many]).mean()
+        std = torch.stack([nulls[name].std[21] for nulls in many]).square().mean().sqrt()
+        assert abs(float(mean - values.mean())) < 0.5 * float(values.std()), name
+        assert float(std) == pytest.approx(float(values.std()), rel=0.25), name
+    frame = qk_spectra(model, 3).frame().set_index("head")
+    assert {f"{name}{suffix}" for name in right for suffix in ("_null_mean", "_z")} <= set(frame.columns)

@@ -102,7 +102,7 @@ def test_scores_of_every_head(tiny_gpt2_char: Path, tmp_path: Path, reference: C
     assert frame.attrs["k"] == {"following": 4, "same": 1}
     assert frame.attrs["pairs"] == {"following": 25, "same": 26}
     assert frame.attrs["dropped"] == {"following": [], "same": ["Mary"]}
-    assert (frame.attrs["view"], frame.attrs["source"]) == ("raw", "embed_mlp0")
+    assert (frame.attrs["view"], frame.attrs["source_embedding"]) == ("raw", "embed_mlp0")
     X = reference_source(tiny_gpt2_char, "embed_mlp0")
     ids = [model.tokenizer.encode(letter)[0] for letter in letters]
     for row in frame.to_dict("records"):
@@ -166,8 +166,8 @@ def test_what_a_tokenizer_cannot_say_is_named(tiny_gpt2_char: Path) -> None:
 
 
 def test_models_without_words_say_so(gpt_nano_sort: Path, gpt2_small_attention: Path) -> None:
-    for folder in (gpt_nano_sort, gpt2_small_attention):
-        with pytest.raises(ov.CircuitsError, match="tokenizer"):
+    for folder, lacks in ((gpt_nano_sort, "tokenizer"), (gpt2_small_attention, "need embeddings")):
+        with pytest.raises(ov.CircuitsError, match=lacks):
             relation_scores(ov.load(folder))
 
 
@@ -183,3 +183,35 @@ def test_nan_stays_with_its_head(broken_head: Path) -> None:  # noqa: F811
     assert scores.loc["2.3"].isna().all()
     assert not scores.drop(index="2.3").isna().any(axis=None)
     assert not math.isnan(float(torch.tensor(scores.loc["1.1"].tolist()).sum()))
+
+
+@pytest.mark.parametrize(
+    "names", [("a/r.csv", "b/r.csv"), ("q.csv", "q_suppression.csv"), ("head.csv",), ("index.csv",)]
+)
+def test_relations_that_would_take_a_columns_place_are_refused(
+    tiny_gpt2_char: Path, tmp_path: Path, names: Any
+) -> None:
+    files = [tmp_path / name for name in names]
+    for file, pair in zip(files, ("a,b", "c,d"), strict=False):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"source,target\n{pair}\n")
+    with pytest.raises(ov.CircuitsError, match="two columns would be called"):
+        relation_scores(ov.load(tiny_gpt2_char), files)
+
+
+def test_a_pair_that_stands_there_twice_counts_once(tiny_gpt2_char: Path, tmp_path: Path) -> None:
+    once, twice = tmp_path / "once.csv", tmp_path / "twice.csv"
+    once.write_text("source,target\na,b\nc,d\n")
+    twice.write_bytes('\ufeffsource, target\r\n "a", "b"\r\nc,d\r\na,b\r\na,b\r\n'.encode())
+    frame = relation_scores(ov.load(tiny_gpt2_char), [once, twice], k=20)
+    assert frame.attrs["pairs"] == {"once": 2, "twice": 2} and frame.attrs["dropped"]["twice"] == []
+    assert frame["once"].equals(frame["twice"]) and frame["once"].nunique() > 1
+
+
+def test_quotes_after_a_space_and_fields_without_end(tmp_path: Path) -> None:
+    file = tmp_path / "PAIRS.CSV"
+    file.write_text('source,target\n"a b", "c, d"\n')
+    assert read_relation(str(file)).pairs == (("a b", "c, d"),)
+    file.write_text("source,target\na," + "b" * 200_000 + "\n")
+    with pytest.raises(ov.CircuitsError, match="cannot be read: field larger"):
+        read_relation(file)

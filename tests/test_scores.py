@@ -23,16 +23,18 @@ def dense_scores(model, head):
     scale = scale / (head.layer + 1) if model.architecture.scale_by_layer else scale
     qk = head.W_Q.double() @ head.W_K.double().T * scale
     s, s_qk = torch.linalg.svdvals(ov_matrix), torch.linalg.svdvals(qk)
-    share = s / s.sum()
     values = {
         "eigen_copying_ov": copying(ov_matrix),
         "ov_frobenius_norm": ov_matrix.square().sum().sqrt(),
         "ov_spectral_norm": s[0],
         "ov_stable_rank": s.square().sum() / s[0] ** 2,
         "ov_participation_ratio": s.square().sum() ** 2 / s.pow(4).sum(),
-        "ov_entropy_rank": math.exp(-sum(float(p) * math.log(float(p)) for p in share if p > 0)),
+        "ov_entropy_rank": entropy_rank(s),
         "qk_frobenius_norm": qk.square().sum().sqrt(),
+        "qk_spectral_norm": s_qk[0],
         "qk_stable_rank": s_qk.square().sum() / s_qk[0] ** 2,
+        "qk_participation_ratio": s_qk.square().sum() ** 2 / s_qk.pow(4).sum(),
+        "qk_entropy_rank": entropy_rank(s_qk),
         "value_bias_norm": 0.0 if head.b_V is None else (head.b_V.double() @ W_O).norm(),
     }
     if model.has_embeddings:
@@ -43,6 +45,8 @@ def dense_scores(model, head):
             "full_ov_frobenius_norm": full.square().sum().sqrt(),
             "full_ov_spectral_norm": s_full[0],
             "full_ov_stable_rank": s_full.square().sum() / s_full[0] ** 2,
+            "full_ov_participation_ratio": s_full.square().sum() ** 2 / s_full.pow(4).sum(),
+            "full_ov_entropy_rank": entropy_rank(s_full),
         }
     return {key: float(value) for key, value in values.items()}
 
@@ -50,6 +54,10 @@ def dense_scores(model, head):
 def copying(matrix):
     eigenvalues = torch.linalg.eigvals(matrix)
     return eigenvalues.real.sum() / eigenvalues.abs().sum()
+
+
+def entropy_rank(s):
+    return math.exp(-sum(float(p) * math.log(float(p)) for p in s / s.sum() if p > 1e-15))
 
 
 def views(model):
@@ -110,6 +118,13 @@ def test_a_zero_head_has_rank_zero_and_no_copying_score():
     for rank in (spectra.stable_rank, spectra.participation_ratio, spectra.entropy_rank):
         assert torch.equal(rank(zero), torch.zeros(3, dtype=torch.float64))
     assert spectra.eigenvalue_copying(zero.to(torch.complex128)).isnan().all()
+
+
+def test_a_spectrum_that_is_not_finite_has_no_rank():
+    S = torch.tensor([[2.0, 1.0], [math.nan, math.nan]])
+    for of in (spectra.stable_rank, spectra.participation_ratio, spectra.entropy_rank):
+        found = of(S)
+        assert found[0] > 1 and found[1].isnan(), of
 
 
 def test_singular_values_are_not_eigenvalues(tiny_gpt2_char):
@@ -291,3 +306,42 @@ def test_public_names_are_what_they_say_even_after_their_modules_were_imported(t
     for name in ov.__all__:
         value = getattr(ov, name)
         assert name in ("__version__", "distributed", "prompts", "scores", "figures") or callable(value), name
+
+
+def test_every_result_says_its_view_and_where_its_definition_is_from(stories260k, tmp_path):
+    model = ov.load(stories260k, view="folded")
+    head, names = model.head("1.0"), ["Lily", "Tim"]
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("source,target\nthe,a\n")
+    over_tokens = {
+        "embed": ov.rank_copying(model, "1.0"),
+        "embed_plus_mlp0": ov.ioi_copying(model, "1.0", names=names),
+        "embed_mlp0": ov.relation_scores(model, [pairs], heads="1.0"),
+    }
+    results = [
+        *over_tokens.values(),
+        ov.ioi_negative_copying(model, "1.0", names=names),
+        ov.copy_table(model),
+        ov.disagreements(ov.copy_table(model)),
+        ov.composition(model),
+        ov.strongest_paths(model, 3),
+        ov.component_composition(model, "0.1"),
+        ov.subspace_overlap(model),
+        ov.space_map(model),
+        ov.spectrum(head),
+        ov.span(head, [0, 1]),
+        head.reads(),
+        head.writes(300),
+        ov.strongest_token_pairs(model, head),
+        ov.token_pair(model, 300, 301),
+        ov.qk_spectra(model, 2).frame(),
+        ov.largest_query_key_pairs(model, head, offset=2),
+        ov.offset_profile(model, head, [0]),
+    ]
+    for frame in results:
+        assert frame.attrs["model"] == model.name and frame.attrs["view"] in ("folded", "raw"), frame.attrs
+        assert any(year in frame.attrs["source"] for year in ("19", "20", "sources")), frame.attrs
+    for source, frame in over_tokens.items():
+        assert frame.attrs["source_embedding"] == source
+    table = ov.copy_table(model, nulls=True)
+    assert set(table.attrs["sources"]) <= set(table) and "rank_copying_5_z" in table and "eigen_copying_ov_z" in table

@@ -146,8 +146,13 @@ def empirical_null(values: Tensor) -> Null:
     if finite.numel() == 0:
         nothing = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
         return Null(nothing, nothing)
-    centre = finite.quantile(0.5) if finite.numel() < 1 << 24 else finite.median()
-    return Null(centre, 1.4826 * (finite - centre).abs().median())
+    centre = _median(finite)
+    return Null(centre, 1.4826 * _median((finite - centre).abs()))
+
+
+def _median(values: Tensor) -> Tensor:
+    """Of an even number the mean of the two in the middle; of more than torch's quantile takes, the lower one."""
+    return values.quantile(0.5) if values.numel() < 1 << 24 else values.median()
 
 
 def normal_tail(z: Tensor) -> Tensor:

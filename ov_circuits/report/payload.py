@@ -129,6 +129,7 @@ def _meta(results: Results) -> dict[str, Any]:
     notes = []
     if not_finite:
         notes.append(f"Weights of these heads hold NaN or infinity, so they have no scores: {', '.join(not_finite)}.")
+        notes += [f"{note}." for note in results.board.attrs["notes"]]
     if not model.has_embeddings:
         notes.append(f"Scores and tokens that pass through the vocabulary are left out: {model.why_no_vocabulary}.")
     elif heads_with_pairs < model.n_layers * model.n_heads - len(not_finite):
@@ -188,7 +189,7 @@ def _score(key: str) -> dict[str, Any]:
 
 def _entry_scores(place: int, frame: pd.DataFrame) -> Iterator[tuple[dict[str, Any], str]]:
     """The scores that a pair of tokens makes, each with its column."""
-    pair = " \N{RIGHTWARDS ARROW} ".join(visible(frame.attrs[side]) for side in ("source", "output"))
+    pair = " \N{RIGHTWARDS ARROW} ".join(visible(frame.attrs[side]) for side in ("source_token", "output_token"))
     common = {"group": "Token pairs", "range": None, "source": "full OV circuit, Elhage et al. 2021"}
     yield (
         common

@@ -27,11 +27,14 @@ from ov_circuits.model import Head, Layer, Model
 from ov_circuits.modes import ordinary
 from ov_circuits.progress import track
 from ov_circuits.scores import spectra
+from ov_circuits.scores.broken import notes_on
 from ov_circuits.scores.chance import NULL_NOTES, Circuits, Draws, LayerDraws, NullKind
+from ov_circuits.scores.circuits import NULL_NOTE
 from ov_circuits.scores.directions import token_ends
+from ov_circuits.scores.papers import ELHAGE
 from ov_circuits.scores.pieces import Piece, chunks, most_side_by_side, piece_bytes, pieces
 from ov_circuits.scores.saved import SavedPieces, forget
-from ov_circuits.scores.vocabulary import NULL_NOTE, VocabularyColumns, VocabularyScore, vocabulary_scores
+from ov_circuits.scores.vocabulary import VocabularyColumns, VocabularyScore, vocabulary_scores
 from ov_circuits.shown import notebook_html
 from ov_circuits.words import token_list
 
@@ -102,7 +105,6 @@ def _residual_copying_null(circuits: LayerCircuits, seed: int) -> Null:
     return eigenvalue_copying_null(S, circuits.weights.W_O.shape[-1], samples=max(2, 128 // S.shape[-1]), seed=seed)
 
 
-_ELHAGE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"
 _NORMAL = "OV is not normal: a large eigenvalue need not mean a large effect, and the score does not say which tokens."
 
 SCORES: dict[str, Score] = {
@@ -112,7 +114,7 @@ SCORES: dict[str, Score] = {
             "eigen_copying_full",
             "Eigenvalue copying, vocabulary",
             "Copying",
-            _ELHAGE,
+            ELHAGE,
             f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_E W_V W_O W_U. {_NORMAL} "
             "A shift that all logits share counts here, though no softmax sees it: read it beside its null.",
             lambda c: spectra.eigenvalue_copying(c.full_ov.eigenvalues),
@@ -125,7 +127,7 @@ SCORES: dict[str, Score] = {
             "eigen_copying_ov",
             "Eigenvalue copying, residual space",
             "Copying",
-            f"after {_ELHAGE}, whose score is of the full circuit",
+            f"after {ELHAGE}, whose score is of the full circuit",
             f"sum λ / sum |λ| over the d_head non-zero eigenvalues of W_V W_O. {_NORMAL}",
             lambda c: spectra.eigenvalue_copying(c.ov.eigenvalues),
             null=_residual_copying_null,
@@ -203,6 +205,26 @@ SCORES: dict[str, Score] = {
             needs_embeddings=True,
         ),
         Score(
+            "full_ov_participation_ratio",
+            "Full OV participation ratio",
+            "Full OV spectrum",
+            "(Σ s²)² / Σ s⁴",
+            "Between 1 and d_head: how many directions share the energy over the whole vocabulary.",
+            lambda c: spectra.participation_ratio(c.full_ov.singular_values),
+            null="rotation",
+            needs_embeddings=True,
+        ),
+        Score(
+            "full_ov_entropy_rank",
+            "Full OV entropy rank",
+            "Full OV spectrum",
+            "Roy & Vetterli 2007, The effective rank",
+            "exp of the entropy of the normalised singular values over the whole vocabulary; between 1 and d_head.",
+            lambda c: spectra.entropy_rank(c.full_ov.singular_values),
+            null="rotation",
+            needs_embeddings=True,
+        ),
+        Score(
             "qk_frobenius_norm",
             "QK Frobenius norm",
             "QK spectrum",
@@ -211,12 +233,36 @@ SCORES: dict[str, Score] = {
             lambda c: c.qk.frobenius_norm,
         ),
         Score(
+            "qk_spectral_norm",
+            "QK spectral norm",
+            "QK spectrum",
+            "‖W_Q W_Kᵀ‖_2 · score scale",
+            "The largest singular value, times 1/√d_head. For rotary models at offset 0, one of many.",
+            lambda c: c.qk.spectral_norm,
+        ),
+        Score(
             "qk_stable_rank",
             "QK stable rank",
             "QK spectrum",
             "‖M‖_F² / ‖M‖_2²",
             "Between 1 and d_head. For rotary models at offset 0, one of many.",
             lambda c: spectra.stable_rank(c.qk.singular_values),
+        ),
+        Score(
+            "qk_participation_ratio",
+            "QK participation ratio",
+            "QK spectrum",
+            "(Σ s²)² / Σ s⁴",
+            "Between 1 and d_head. For rotary models at offset 0, one of many.",
+            lambda c: spectra.participation_ratio(c.qk.singular_values),
+        ),
+        Score(
+            "qk_entropy_rank",
+            "QK entropy rank",
+            "QK spectrum",
+            "Roy & Vetterli 2007, The effective rank",
+            "Between 1 and d_head. For rotary models at offset 0, one of many.",
+            lambda c: spectra.entropy_rank(c.qk.singular_values),
         ),
         Score(
             "value_bias_norm",
@@ -382,6 +428,7 @@ class Board:
             "sources": {key: known[key].source for key in shown},
             "nulls": {key: null_note(key) for key in shown} if self.nulls else {},
             "not_finite": not_finite,
+            "notes": notes_on(self.model, not_finite),
             "left_out": self.left_out,
         }
         return frame

@@ -33,6 +33,7 @@ from ov_circuits.linalg.lowrank import LowRank, Spectrum, root_of_gram
 from ov_circuits.linalg.nulls import Null
 from ov_circuits.linalg.products import row_gram
 from ov_circuits.model import Head, Layer, Model
+from ov_circuits.scores.broken import need_finite
 
 NullKind = Literal["factors", "rotation"]
 
@@ -205,8 +206,7 @@ def spectrum(head: Head, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
     if draws < 2:
         raise CircuitsError(f"a band needs at least 2 draws, got {draws}")
     model, layer = head.model, head.model.layer(head.layer)
-    if not bool(layer.finite_heads[head.index]):
-        raise CircuitsError(f"head {head.label} of {model.name} holds NaN or infinity: it has no spectrum")
+    need_finite(head, "spectrum")
     weights = layer.finite_part
     ov = weights.ov
     null = LayerDraws(Draws(model, draws, seed, vocabulary=False), weights, ov, weights.qk).singular_values
@@ -224,6 +224,7 @@ def spectrum(head: Head, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
         "model": model.name,
         "view": model.view,
         "head": head.label,
+        "source": "singular values of W_V W_O (Elhage et al. 2021)",
         "null": f"range of {draws} draws of {SPECTRUM_NULL}",
     }
     return frame

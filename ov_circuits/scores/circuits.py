@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -27,6 +29,7 @@ class Circuit:
         reader: W_V [d_model, r]; of a sum, side by side.
         writer: W_O [r, d_model]; of a sum, one below the other.
         reads_as: equal for circuits with the same reader (heads that share a value head).
+        finite: whether no weight of its heads is NaN or infinity.
     """
 
     label: str
@@ -35,11 +38,7 @@ class Circuit:
     reader: Float[Tensor, "d_model r"]
     writer: Float[Tensor, "r d_model"]
     reads_as: tuple[tuple[int, int], ...]
-
-    @property
-    def finite(self) -> bool:
-        """Whether its weights hold neither NaN nor infinity."""
-        return bool(self.reader.isfinite().all()) and bool(self.writer.isfinite().all())
+    finite: bool
 
 
 def circuits(
@@ -78,11 +77,18 @@ def circuits_of(weights: Layer, heads: range) -> Iterator[Circuit]:
             weights.W_V[i // group],
             weights.W_O[i],
             ((weights.index, i // group),),
+            bool(weights.finite_heads[i]),
         )
 
 
 def _one(head: Head) -> Circuit:
-    return Circuit(head.label, head.layer, head.index, head.W_V, head.W_O, ((head.layer, head.kv_head),))
+    return Circuit(
+        head.label, head.layer, head.index, head.W_V, head.W_O, ((head.layer, head.kv_head),), _is_finite(head)
+    )
+
+
+def _is_finite(head: Head) -> bool:
+    return bool(head.model.layer(head.layer).finite_heads[head.index])
 
 
 def _sum(heads: Sequence[Head]) -> Circuit:
@@ -96,7 +102,17 @@ def _sum(heads: Sequence[Head]) -> Circuit:
         reader=torch.cat([head.W_V for head in heads], dim=1),
         writer=torch.cat([head.W_O for head in heads], dim=0),
         reads_as=tuple((head.layer, head.kv_head) for head in heads),
+        finite=all(map(_is_finite, heads)),
     )
+
+
+NULL_NOTE = "every order of the vocabulary alike: k / n_vocab, with binomial spread"
+
+
+def share_by_chance(k: int, n_vocab: int, cases: int) -> tuple[float, float]:
+    """Mean and standard deviation of the share of cases whose token is among the k first of an order of the vocabulary."""
+    p = min(k / n_vocab, 1.0)
+    return p, math.sqrt(p * (1 - p) / cases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,21 +123,36 @@ class TokenScore:
         model: in the view that the weights are to have.
         X: what is read at each token, [n, d_model].
         score: from X W_V [n, r] and W_O [r, d_model] to numbers by name.
+        by_chance: each number's mean and standard deviation where every order of the vocabulary is alike, by name, in order; None
+            for what has none (an error).
         attrs: what it counts over, for the frame.
     """
 
     model: Model
     X: Float[Tensor, "n d_model"] | Rows
     score: Callable[[Tensor, Tensor], dict[str, float]]
+    by_chance: dict[str, tuple[float, float] | None]
     attrs: dict[str, Any]
 
-    def rows(self, circuits: Iterable[Circuit]) -> list[dict[str, Any]]:
-        """One row a circuit: ``head``, ``layer``, ``index`` and its numbers."""
-        readings = Readings(self.X)
-        return [
-            {"head": c.label, "layer": c.layer, "index": c.index} | self.score(readings.of(c), c.writer)
+    def frame(self, circuits: Iterable[Circuit], nulls: bool = True) -> pd.DataFrame:
+        """One row a circuit: ``head``, ``layer``, ``index`` and its numbers, NaN where a weight is not finite.
+
+        With ``nulls``, each is followed by ``.._null_mean`` and ``.._z``.
+        """
+        readings, nothing = Readings(self.X), dict.fromkeys(self.by_chance, math.nan)
+        found = pd.DataFrame(
+            {"head": c.label, "layer": c.layer, "index": c.index}
+            | (self.score(readings.of(c), c.writer) if c.finite else nothing)
             for c in circuits
-        ]
+        )
+        columns = {name: found[name] for name in ("head", "layer", "index")}
+        for name, chance in self.by_chance.items():
+            column = columns[name] = found[name]
+            if nulls and chance is not None:
+                mean, std = chance
+                columns[f"{name}_null_mean"] = column.where(column.isna(), mean)
+                columns[f"{name}_z"] = (column - mean) / (std or math.nan)
+        return pd.DataFrame(columns)
 
 
 class Readings:

@@ -46,11 +46,13 @@ from ov_circuits.linalg.pairwise import gram_root, pairwise_energy
 from ov_circuits.linalg.products import many_products, row_gram
 from ov_circuits.linalg.threads import side_by_side
 from ov_circuits.model import Head, Layer, Model
+from ov_circuits.scores.broken import broken_tensors, need_finite
+from ov_circuits.scores.papers import ELHAGE as SOURCE
+from ov_circuits.scores.papers import MERULLO, SUBSPACES
 
 Kind = Literal["Q", "K", "V"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-SOURCE = "Elhage et al. 2021, A Mathematical Framework for Transformer Circuits"
 FALSE_DISCOVERY_RATE = 0.05
 
 # How many senders, at least, meet later heads in one product: more would compute more pairs in the wrong order, fewer would
@@ -231,10 +233,11 @@ def component_composition(
         ``kind``, ``value``, ``null_mean``, ``z`` (rotation null), ``share``; by falling value.
 
     Raises:
-        CircuitsError: unknown head or kind, or no later head.
+        CircuitsError: unknown head or kind, no later head, or a sender with weights that are not finite.
     """
     chosen, first = _checked(kind), model.head(sender)
     receivers = _receivers(model, first, receiver)
+    need_finite(first, "singular components")
     pairs = first.ov.singular_pairs()
     energy = pairs.S.square() / pairs.S.square().sum()
     parts = []
@@ -263,7 +266,7 @@ def component_composition(
     frame.attrs = {
         "model": model.name,
         "view": model.view,
-        "source": "Merullo et al. 2024, Talking Heads: Understanding Inter-layer Communication in Transformer Language Models",
+        "source": MERULLO,
         "notes": _notes(model, chosen),
     }
     return frame
@@ -312,7 +315,14 @@ def subspace_overlap(model: Model, write: str = "O", read: str = "Q") -> pd.Data
             "flag": benjamini_hochberg(tail, FALSE_DISCOVERY_RATE).numpy(),
         }
     )
-    frame.attrs = {"model": model.name, "view": model.view, "write": write, "read": read, "notes": pairs.notes}
+    frame.attrs = {
+        "model": model.name,
+        "view": model.view,
+        "source": SUBSPACES,
+        "write": write,
+        "read": read,
+        "notes": pairs.notes,
+    }
     return frame
 
 
@@ -435,7 +445,7 @@ def _sides(
                 made = side(sides)
                 into.factors[i, j], into.moments[i, j] = made.factors, made.moments
         sound = all(bool(into.norms[i].isfinite().all()) for into in found)
-        return [] if sound else broken_tensors(model, layer)
+        return [] if sound else broken_tensors(model, layer.index, biases=False)
 
     notes = list(side_by_side(work, range(len(layers))))
     return found, dict(zip(layers, notes, strict=True))
@@ -447,19 +457,6 @@ def _empty_sides(device: torch.device, *shape: int) -> _Sides:
         torch.empty(*shape, device=device, dtype=torch.float32),
         torch.empty(*shape[:-2], 2, dtype=torch.float64, device=device),
     )
-
-
-def broken_tensors(model: Model, layer: Layer) -> list[str]:
-    """A sentence for every attention tensor of a layer that holds NaN or infinity: the tensor and the heads."""
-    family = model.source.family
-    notes = []
-    for role, W in (("Q", layer.W_Q), ("K", layer.W_K), ("V", layer.W_V), ("O", layer.W_O)):
-        bad = layer.per_query_head(~W.isfinite().all(-1).all(-1)).nonzero().flatten().tolist()
-        if bad:
-            name = family.projections[role].name.format(layer=layer.index)  # type: ignore[index]
-            heads = ", ".join(f"{layer.index}.{index}" for index in bad)
-            notes.append(f"{name}.weight (W_{role}) holds NaN or infinity: heads {heads} have no scores")
-    return notes
 
 
 # -- pairs ------------------------------------------------------------------------------------------------------------

@@ -6,17 +6,20 @@ import pandas as pd
 
 from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
-from ov_circuits.scores.board import Board
+from ov_circuits.scores.board import Board, all_scores
 from ov_circuits.scores.copying import IOI_SIGNS, ioi_scores, rank_copying
 from ov_circuits.scores.relations import relation_scores
 
+_WHICH = ["head", "layer", "index"]
 
-def copy_table(model: Model, source: str = "embed") -> pd.DataFrame:
+
+def copy_table(model: Model, source: str = "embed", *, nulls: bool = False) -> pd.DataFrame:
     """All copying scores side by side, one row a head.
 
     Args:
         model: the checkpoint, in the view that eigenvalues, ranks and IOI scores are to have; relations have raw weights.
         source: the source embedding of rank copying; see :mod:`ov_circuits.scores.sources`.
+        nulls: whether ``.._null_mean`` and ``.._z`` follow each score, as on the scoreboard.
 
     Returns:
         ``head, layer, index``, ``eigen_copying_ov``, ``eigen_copying_full``, ``rank_copying_*`` and
@@ -27,16 +30,17 @@ def copy_table(model: Model, source: str = "embed") -> pd.DataFrame:
     Raises:
         CircuitsError: the checkpoint holds no embeddings, or there is no such source.
     """
-    table = rank_copying(model, source=source)
-    eigen = Board(model, ["eigen_copying_ov", "eigen_copying_full"], tokens=0, nulls=False).computed()
+    table = rank_copying(model, source=source, nulls=nulls)
+    eigen = Board(model, ["eigen_copying_ov", "eigen_copying_full"], tokens=0, nulls=nulls).computed()
     left_out: dict[str, str] = {}
-    parts = [table, eigen[["eigen_copying_ov", "eigen_copying_full"]]]
+    parts = [table, eigen.drop(columns=[*_WHICH, "kv_head"])]
     try:
-        parts.append(ioi_scores(model, None, "embed_plus_mlp0", False, None, IOI_SIGNS)[list(IOI_SIGNS)])
+        ioi = ioi_scores(model, None, "embed_plus_mlp0", False, None, IOI_SIGNS, nulls)
+        parts.append(ioi.drop(columns=_WHICH))
     except CircuitsError as error:
         left_out["ioi_copying"] = str(error)
     try:
-        names = relation_scores(model, ["copying_names"]).drop(columns=["head", "layer", "index"])
+        names = relation_scores(model, ["copying_names"], nulls=nulls).drop(columns=_WHICH)
         parts.append(names.add_prefix("relation_"))
     except CircuitsError as error:
         left_out["relation_copying_names"] = str(error)
@@ -44,7 +48,13 @@ def copy_table(model: Model, source: str = "embed") -> pd.DataFrame:
     for part in parts:
         part.attrs = {}  # pandas compares them when it joins
     joined = pd.concat(parts, axis=1)
-    joined.attrs = attrs | {"left_out": left_out, "definition": "every copying score under its own name"}
+    known = all_scores()
+    joined.attrs = attrs | {
+        "source": "of each score its own, in sources",
+        "sources": {name: known[name].source for name in joined if name in known},
+        "definition": "every copying score under its own name",
+        "left_out": left_out,
+    }
     return joined
 
 

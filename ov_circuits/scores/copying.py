@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from torch import Tensor
 from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.errors import CircuitsError, check_seed
+from ov_circuits.linalg.rows import Rows
 from ov_circuits.linalg.vocab_ranks import capped_ranks, full_ranks
 from ov_circuits.model import Head, Model
-from ov_circuits.scores.circuits import TokenScore, circuits
-from ov_circuits.scores.sources import SOURCES, source_embedding, source_rows
+from ov_circuits.scores.broken import notes_on
+from ov_circuits.scores.circuits import NULL_NOTE, Circuit, TokenScore, circuits, share_by_chance
+from ov_circuits.scores.papers import MCDOUGALL, WANG
+from ov_circuits.scores.sources import SOURCES, check_source, source_embedding, source_rows
 
 KS = (1, 5, 10)
 # Both signs of the IOI score.
@@ -41,10 +44,12 @@ def rank_copying(
     each: bool = False,
     ranks: bool | int = False,
     seed: int = 0,
+    nulls: bool = True,
 ) -> pd.DataFrame:
     """Rank copying and suppression over the whole vocabulary (McDougall et al. 2023, "Copy Suppression").
 
-    Exact; :mod:`ov_circuits.linalg.vocab_ranks` says how nearly all logits are spared.
+    Exact for the float32 factors X W_V and W_O W_U (logits nearer to each other than these are rounded, some 1e-8 of a row's
+    largest, may change places); :mod:`ov_circuits.linalg.vocab_ranks` says how nearly all logits are spared.
 
     ``rank_copying_k``: the share of tokens t whose own logit is among the k largest of row t of X W_V W_O W_U, that is, fewer
     than k logits of the row are strictly larger. ``rank_suppression_k``: among the k smallest. Both in [0, 1]; by chance
@@ -59,17 +64,21 @@ def rank_copying(
         ranks: also the mean and median rank from both ends, 0 for the first place. True takes every token, which costs the
             whole product; a number takes that many tokens at random and adds the standard error of the means.
         seed: which tokens those are.
+        nulls: whether to say what each number would be if every order of the vocabulary were alike.
 
     Returns:
         One row a head: ``head, layer, index`` (missing for sums), ``rank_copying_1/5/10``, ``rank_suppression_1/5/10`` and,
         with ``ranks``, ``mean_rank, median_rank, suppression_mean_rank, suppression_median_rank`` and, for a sample,
-        ``mean_rank_error, suppression_mean_rank_error``. A head whose weights hold NaN or infinity has NaN.
+        ``mean_rank_error, suppression_mean_rank_error``; with ``nulls``, each followed by ``.._null_mean`` and ``.._z``. A head
+        whose weights hold NaN or infinity has NaN. ``attrs``: model, view, source_embedding, source and definition of the
+        score, null, and in ``notes`` which tensors are not finite.
 
     Raises:
         CircuitsError: no such head or source, or the checkpoint lacks embeddings (or the first MLP).
     """
-    rows = rank_score(model, source, ranks, seed).rows(circuits(model, heads, each))
-    return frame_of(model, rows, source, "share of tokens whose own logit is among the k largest (smallest) of its row")
+    ready = rank_score(model, source, ranks, seed)
+    definition = "share of tokens whose own logit is among the k largest (smallest) of its row"
+    return frame_of(ready, circuits(model, heads, each), nulls, source, MCDOUGALL, definition)
 
 
 def ioi_copying(
@@ -79,6 +88,7 @@ def ioi_copying(
     *,
     each: bool = False,
     names: Sequence[str] | str | Path | None = None,
+    nulls: bool = True,
 ) -> pd.DataFrame:
     """Copy score of Wang et al. 2022: the share of names among the top 5 of their own row.
 
@@ -92,14 +102,16 @@ def ioi_copying(
         source: the residual stream at the name; by default W_E + MLP_0(ln_2(W_E)).
         names: a list, or a CSV file with one column ``name``; by default the list that comes with the package. A name is
             looked up with a leading space, and without where that is no single token.
+        nulls: whether to say what the score would be if every order of the vocabulary were alike.
 
     Returns:
-        One row a head: ``head, layer, index, ioi_copying`` in [0, 1]. ``attrs`` counts the names used and lists the dropped.
+        One row a head: ``head, layer, index, ioi_copying`` in [0, 1] and, with ``nulls``, ``ioi_copying_null_mean`` and
+        ``ioi_copying_z``. ``attrs`` counts the names used and lists the dropped.
 
     Raises:
         CircuitsError: as for :func:`rank_copying`; no tokenizer; or no name is a single token.
     """
-    return ioi_scores(model, heads, source, each, names, {"ioi_copying": 1.0})
+    return ioi_scores(model, heads, source, each, names, {"ioi_copying": 1.0}, nulls)
 
 
 def ioi_negative_copying(
@@ -109,26 +121,29 @@ def ioi_negative_copying(
     *,
     each: bool = False,
     names: Sequence[str] | str | Path | None = None,
+    nulls: bool = True,
 ) -> pd.DataFrame:
     """Negative copy score of Wang et al. 2022: :func:`ioi_copying` with -W_V W_O.
 
     Args:
-        model, heads, source, each, names: as of :func:`ioi_copying`.
+        model, heads, source, each, names, nulls: as of :func:`ioi_copying`.
 
     Returns:
-        One row a head: ``head, layer, index, ioi_negative_copying`` in [0, 1].
+        One row a head: ``head, layer, index, ioi_negative_copying`` in [0, 1] and, with ``nulls``, its null mean and z.
 
     Raises:
         CircuitsError: as :func:`ioi_copying`.
     """
-    return ioi_scores(model, heads, source, each, names, {"ioi_negative_copying": -1.0})
+    return ioi_scores(model, heads, source, each, names, {"ioi_negative_copying": -1.0}, nulls)
 
 
 def rank_score(model: Model, source: str, ranks: bool | int = False, seed: int = 0) -> TokenScore:
     """:func:`rank_copying`, made ready."""
     X, W_U = source_rows(model, source), model.unembedding.mT
     sample = _sample(len(X), ranks, seed)
-    return TokenScore(model, X, lambda read, W_O: _rank_scores(read, W_O @ W_U, sample), {})
+    return TokenScore(
+        model, X, lambda read, W_O: _rank_scores(read, W_O @ W_U, sample), _ranks_by_chance(X, sample), {}
+    )
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -144,6 +159,21 @@ def _sample(n: int, ranks: bool | int, seed: int) -> Tensor | None:
         raise CircuitsError(f"ranks = {ranks}: a sample takes at least 2 tokens (True takes all of them)")
     drawn = torch.randperm(n, generator=torch.Generator().manual_seed(check_seed(seed)), device="cpu")
     return drawn[:ranks].sort().values
+
+
+def _ranks_by_chance(X: Rows, sample: Tensor | None) -> dict[str, tuple[float, float] | None]:
+    """Ranks are uniform on 0 .. n - 1 where every order is alike; the median of m of them spreads as a Beta distribution."""
+    n, ends = len(X), ("rank_copying", "rank_suppression")
+    found: dict[str, tuple[float, float] | None] = {f"{end}_{k}": share_by_chance(k, n, n) for end in ends for k in KS}
+    if sample is None:
+        return found
+    m, middle = len(sample), (n - 1) / 2
+    for prefix in ("", "suppression_"):
+        found[f"{prefix}mean_rank"] = middle, math.sqrt((n * n - 1) / 12 / m)
+        found[f"{prefix}median_rank"] = middle, n / 2 / math.sqrt(m + 2)
+    if m < n:
+        found |= {"mean_rank_error": None, "suppression_mean_rank_error": None}
+    return found
 
 
 def _rank_scores(A: Tensor, B: Tensor, sample: Tensor | None) -> dict[str, float]:
@@ -190,19 +220,19 @@ def ioi_scores(
     each: bool,
     names: Sequence[str] | str | Path | None,
     signs: dict[str, float],
+    nulls: bool,
 ) -> pd.DataFrame:
     """One column for each sign of W_V W_O, in one pass; arguments as for :func:`ioi_copying`."""
     ready = ioi_score(model, source, names, signs)
-    rows = ready.rows(circuits(model, heads, each))
-    frame = frame_of(model, rows, source, "Wang et al. 2022: share of names among the top 5 of their own row")
-    frame.attrs |= ready.attrs
-    return frame
+    definition = "share of names among the top 5 of their own row"
+    return frame_of(ready, circuits(model, heads, each), nulls, source, WANG, definition)
 
 
 def ioi_score(
     model: Model, source: str, names: Sequence[str] | str | Path | None, signs: dict[str, float]
 ) -> TokenScore:
     """:func:`ioi_scores`, made ready."""
+    check_source(model, source)  # before the words: a checkpoint without embeddings has no use for a tokenizer
     ids, dropped = _name_ids(model, names)
     unembed = _FinalLayer(model)
 
@@ -211,7 +241,8 @@ def ioi_score(
         return {name: _share_of_top(sign * logits + unembed.constant, ids) for name, sign in signs.items()}
 
     X = _Unscaled(model)(source_embedding(model, source, ids))
-    return TokenScore(model, X, score, {"names": len(ids), "dropped": dropped})
+    by_chance = share_by_chance(IOI_TOP, model.architecture.n_vocab, len(ids))
+    return TokenScore(model, X, score, dict.fromkeys(signs, by_chance), {"names": len(ids), "dropped": dropped})
 
 
 def _share_of_top(logits: Tensor, ids: Tensor) -> float:
@@ -259,11 +290,16 @@ class _FinalLayer:
 
 def _name_ids(model: Model, names: Sequence[str] | str | Path | None) -> tuple[Tensor, list[str]]:
     words = _read_names(data_file("names.csv") if names is None else names)
-    found = {word: single_token(model, word) for word in dict.fromkeys(words)}
+    if not words:
+        raise CircuitsError(
+            f"the list of names is empty: give names, one at least that is a single token of {model.name}"
+        )
+    found = {word: single_token(model, word) for word in dict.fromkeys(word.strip() for word in words)}
     ids = [token for token in found.values() if token is not None]
     dropped = [word for word, token in found.items() if token is None]
     if not ids:
-        raise CircuitsError(f"none of the names is a single token of {model.name}: {', '.join(dropped[:10])}, ..")
+        more = ", .." if len(dropped) > 10 else ""
+        raise CircuitsError(f"none of the names is a single token of {model.name}: {', '.join(dropped[:10])}{more}")
     return torch.tensor(ids, device=model.device), dropped
 
 
@@ -283,11 +319,11 @@ def read_csv(file: Path) -> list[list[str]]:
         CircuitsError: it cannot be read.
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, ValueError) as error:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        return [[cell.strip() for cell in row] for row in csv.reader(kept, skipinitialspace=True)]
+    except (OSError, ValueError, csv.Error) as error:
         raise CircuitsError(f"{file} cannot be read: {error}") from error
-    kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    return [[cell.strip() for cell in row] for row in csv.reader(kept)]
 
 
 def single_token(model: Model, word: str) -> int | None:
@@ -302,16 +338,24 @@ def single_token(model: Model, word: str) -> int | None:
 # -- frames -----------------------------------------------------------------------------------------------------------
 
 
-def frame_of(model: Model, rows: list[dict[str, Any]], source: str, definition: str) -> pd.DataFrame:
+def frame_of(
+    ready: TokenScore, circuits: Iterable[Circuit], nulls: bool, source: str, paper: str, definition: str
+) -> pd.DataFrame:
     """One row a circuit, with what the numbers are in ``attrs``."""
-    frame = pd.DataFrame(rows).astype({"layer": "Int64", "index": "Int64"})
+    model = ready.model
+    frame = ready.frame(circuits, nulls).astype({"layer": "Int64", "index": "Int64"})
     if frame[["layer", "index"]].notna().all(axis=None):
         frame = frame.astype({"layer": "int64", "index": "int64"})  # only sums lack one
-    frame.attrs = {
+    missing = frame.loc[frame[next(iter(ready.by_chance))].isna(), "head"]
+    said: dict[str, Any] = {
         "model": model.name,
         "view": model.view,
-        "source": source,
-        "source_definition": SOURCES[source],
+        "source_embedding": source,
+        "source_embedding_definition": SOURCES[source],
+        "source": paper,
         "definition": definition,
+        "null": NULL_NOTE,
+        "notes": notes_on(model, (label for sum_of in missing for label in sum_of.split("+"))),
     }
+    frame.attrs |= said | ready.attrs
     return frame

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -20,6 +21,10 @@ from torch import Tensor
 from ov_circuits.errors import CircuitsError, whole_number
 from ov_circuits.linalg.rows import Rows
 from ov_circuits.model import Head, Model
+from ov_circuits.scores.broken import need_finite
+from ov_circuits.scores.pairs import need_embeddings
+from ov_circuits.scores.papers import ELHAGE
+from ov_circuits.scores.papers import MILLIDGE as SOURCE
 from ov_circuits.words import token_id, token_text
 
 # Neighbouring singular values closer than this, relative to the larger, leave single vectors undetermined.
@@ -72,8 +77,7 @@ def directions(model: Model, layer: int, k: int = 6, tokens: int = 8) -> Directi
     Raises:
         CircuitsError: the checkpoint holds no embeddings.
     """
-    if not model.has_embeddings:
-        raise CircuitsError(f"singular directions cannot be read through a vocabulary: {model.why_no_vocabulary}")
+    need_embeddings(model, "singular directions read as tokens")
     k = whole_number("k", k, 1)
     finite = model.layer(layer).finite_heads.unsqueeze(-1)
     ov = model.layer(layer).finite_part.ov
@@ -130,21 +134,28 @@ def writes(head: Head, token: str | int, k: int = 10) -> pd.DataFrame:
         Columns ``end`` (``raised`` or ``lowered``), ``id``, ``token``, ``value``.
 
     Raises:
-        CircuitsError: no such token, or no embeddings.
+        CircuitsError: no such token, no embeddings, or weights that are not finite.
     """
     model = head.model
+    need_embeddings(model, "logits that a head writes")
+    need_finite(head, "row to show")
     index = token_id(model, token)
     row = (model.embedding[index] @ head.ov) @ model.unembedding.mT
-    return _ends_frame(model, row, k, ("raised", "lowered"), source=index)
+    return _ends_frame(head, row, k, ("raised", "lowered"), index)
 
 
 def reads(head: Head, k: int = 10, direction: int = 0) -> pd.DataFrame:
     """Which tokens excite one of a head's singular directions (the leading one by default), and what it then writes.
 
     Returns:
-        Columns ``end`` (``+`` or ``-``), ``side`` (``read`` or ``write``), ``id``, ``token``, ``value``.
+        Columns ``end`` (``+`` or ``-``), ``side`` (``read`` or ``write``), ``id``, ``token``, ``value`` (projection of the
+        token's embedding or unembedding on the direction).
+
+    Raises:
+        CircuitsError: no such direction, no embeddings, or weights that are not finite.
     """
     direction = whole_number("a direction", direction, 0)
+    need_finite(head, "singular directions")
     found = directions(head.model, head.layer, k=direction + 1, tokens=k)
     if direction >= found.values.shape[-1]:
         raise CircuitsError(f"head {head.label} has {found.values.shape[-1]} singular directions, not {direction + 1}")
@@ -155,7 +166,9 @@ def reads(head: Head, k: int = 10, direction: int = 0) -> pd.DataFrame:
                 ids[head.index, direction].tolist(), values[head.index, direction].tolist(), strict=True
             ):
                 rows.append((end, side, token, token_text(head.model, token), value))
-    return pd.DataFrame(rows, columns=["end", "side", "id", "token", "value"])
+    frame = pd.DataFrame(rows, columns=["end", "side", "id", "token", "value"])
+    frame.attrs |= _attrs(head, SOURCE) | {"direction": direction}
+    return frame
 
 
 def inseparable_runs(singular_values: Float[Tensor, " k"]) -> list[range]:
@@ -186,11 +199,11 @@ def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
         token's own length).
 
     Raises:
-        CircuitsError: no embeddings, or no such pairs.
+        CircuitsError: no embeddings, no such pairs, or weights that are not finite.
     """
     model = head.model
-    if not model.has_embeddings:
-        raise CircuitsError(f"spans cannot be read through a vocabulary: {model.why_no_vocabulary}")
+    need_embeddings(model, "spans read as tokens")
+    need_finite(head, "singular directions")
     vectors = head.ov.singular_pairs()
     chosen = sorted(set(pairs))
     if not chosen or not (0 <= chosen[0] and chosen[-1] < vectors.S.shape[-1]):
@@ -203,16 +216,21 @@ def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
         for token, value, share in zip(best.indices.tolist(), best.values.tolist(), shares.tolist(), strict=True):
             records.append((side, token, token_text(model, token), value, share))
     frame = pd.DataFrame(records, columns=["side", "id", "token", "value", "share"])
-    frame.attrs = {"model": model.name, "view": model.view, "head": head.label, "pairs": chosen}
+    frame.attrs |= _attrs(head, SOURCE) | {"pairs": chosen}
     return frame
 
 
-def _ends_frame(model: Model, row: Tensor, k: int, names: tuple[str, str], source: int) -> pd.DataFrame:
+def _attrs(head: Head, source: str) -> dict[str, Any]:
+    return {"model": head.model.name, "view": head.model.view, "head": head.label, "source": source}
+
+
+def _ends_frame(head: Head, row: Tensor, k: int, names: tuple[str, str], token: int) -> pd.DataFrame:
+    model = head.model
     k = min(whole_number("k", k, 1), row.shape[-1])
     records = []
     for name, best in ((names[0], row.topk(k)), (names[1], row.topk(k, largest=False))):
         for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
             records.append((name, token, token_text(model, token), value))
     frame = pd.DataFrame(records, columns=["end", "id", "token", "value"])
-    frame.attrs = {"view": model.view, "source_token": token_text(model, source)}
+    frame.attrs |= _attrs(head, ELHAGE) | {"circuit": "W_E W_V W_O W_U", "source_token": token_text(model, token)}
     return frame

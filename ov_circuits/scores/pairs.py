@@ -14,6 +14,8 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import Entries
 from ov_circuits.linalg.top_entries import top_entries
 from ov_circuits.model import Head, Model
+from ov_circuits.scores.broken import need_finite
+from ov_circuits.scores.papers import ELHAGE
 from ov_circuits.words import token_id, token_list, token_text
 
 
@@ -30,16 +32,17 @@ def strongest_token_pairs(model: Model, head: str | Head, k: int = 20) -> pd.Dat
     Returns:
         Columns ``end`` (``positive``: largest first, ``negative``: smallest first), ``source``, ``source_id``, ``output``,
         ``output_id``, ``value`` (logit moved by full attention, up to the norms' scales). ``attrs``: model, head, view,
-        circuit, visited (share of the matrix that had to be computed).
+        circuit, source (the definition's), visited (share of the matrix that had to be computed).
 
     Raises:
         CircuitsError: unknown head, no embeddings, weights that are not finite.
     """
     chosen = model.head(head)
     need_embeddings(model, "token pairs of the OV circuit")
+    need_finite(chosen, "token pairs")
     full = chosen.full_ov
     frame = pair_frame(model, full.left, full.right, k, ("source", "output"))
-    frame.attrs |= {"head": chosen.label, "circuit": "W_E W_V W_O W_U"}
+    frame.attrs |= {"head": chosen.label, "circuit": "W_E W_V W_O W_U", "source": ELHAGE}
     return frame
 
 
@@ -55,7 +58,8 @@ def token_pair(model: Model, source: str | int, output: str | int) -> pd.DataFra
     Returns:
         One row a head: ``head, layer, index``; ``value``, the entry (logit moved by full attention, up to the norms' scales);
         ``above_mean``, the entry less the mean of its row, all that a softmax sees of it; ``rank`` of ``output`` in the row of
-        ``source``, 1 for the largest. NaN for heads whose weights are not finite. ``attrs``: model, view, source, output.
+        ``source``, 1 for the largest. NaN for heads whose weights are not finite. ``attrs``: model, view, circuit, source
+        (the definition's), source_token, output_token.
 
     Raises:
         CircuitsError: no embeddings, a word that is not one token, an id outside the vocabulary.
@@ -88,8 +92,8 @@ def token_pair(model: Model, source: str | int, output: str | int) -> pd.DataFra
             "rank": rank.numpy(force=True),
         }
     )
-    texts = {"source": token_text(model, read), "output": token_text(model, wanted)}
-    frame.attrs |= {"model": model.name, "view": model.view} | texts
+    texts = {"source_token": token_text(model, read), "output_token": token_text(model, wanted)}
+    frame.attrs |= {"model": model.name, "view": model.view, "circuit": "W_E W_V W_O W_U", "source": ELHAGE} | texts
     return frame
 
 

@@ -84,8 +84,13 @@ _ASKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "full_ov_frobenius_norm": (("grams", "full roots"), ("draws", "ov values", "rotations")),
     "full_ov_spectral_norm": (("grams", "full values"), ("draws", "ov values", "rotation values")),
     "full_ov_stable_rank": (("grams", "full values"), ("draws", "ov values", "rotation values")),
+    "full_ov_participation_ratio": (("grams", "full values"), ("draws", "ov values", "rotation values")),
+    "full_ov_entropy_rank": (("grams", "full values"), ("draws", "ov values", "rotation values")),
     "qk_frobenius_norm": (("qk roots",), ("factors",)),
+    "qk_spectral_norm": (("qk values",), ("factors", "qk factor values")),
     "qk_stable_rank": (("qk values",), ("factors", "qk factor values")),
+    "qk_participation_ratio": (("qk values",), ("factors", "qk factor values")),
+    "qk_entropy_rank": (("qk values",), ("factors", "qk factor values")),
     "value_bias_norm": ((), ("ov roots",)),
 }
 _TOKENS = ("ov pairs", "token ends")

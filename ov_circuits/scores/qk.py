@@ -9,7 +9,8 @@ they meet (Qwen 3, OLMo 2), matrices hold its gain (unless raw) and not its scal
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -21,14 +22,26 @@ from ov_circuits.checkpoint.norms import normalised
 from ov_circuits.checkpoint.positions import Turn, turn
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.lowrank import LowRank
+from ov_circuits.linalg.nulls import Null, eigenvalue_copying_null
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Head, Layer, Model
 from ov_circuits.scores import spectra
-from ov_circuits.scores.composition import broken_tensors
+from ov_circuits.scores.broken import broken_tensors, need_finite
+from ov_circuits.scores.chance import Draws, LayerDraws
 from ov_circuits.scores.pairs import need_embeddings, pair_frame
+from ov_circuits.scores.papers import ELHAGE, ROFORMER
 
 # Rows at a time: a norm of queries may need those of all heads.
 _BLOCK = 2048
+
+
+_OF_SINGULAR_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "qk_frobenius_norm": lambda S: S.square().sum(-1).sqrt(),
+    "qk_spectral_norm": lambda S: S[..., 0],
+    "qk_stable_rank": spectra.stable_rank,
+    "qk_participation_ratio": spectra.participation_ratio,
+    "qk_entropy_rank": spectra.entropy_rank,
+}
 
 
 @dataclass(frozen=True)
@@ -36,46 +49,57 @@ class QKSpectra:
     """Spectra of all heads' QK matrices.
 
     Attributes:
+        model: the model's name.
         labels: head names, the order of rows.
         view: weight view.
         offset: distance of query and key for rotary models, else None.
         singular_values: [head, k], falling.
         eigenvalues: [head, d_head], by falling magnitude.
+        nulls: what each column of :meth:`frame` would be by chance, by name, [head].
         notes: what a reader must know.
     """
 
+    model: str
     labels: list[str]
     view: str
     offset: int | None
     singular_values: Float[Tensor, "head k"]
     eigenvalues: Complex[Tensor, "head d_head"]
+    nulls: dict[str, Null]
     notes: list[str]
 
     def frame(self) -> pd.DataFrame:
         """One row a head: norms, ranks, and the eigenvalue score in [-1, 1] (Elhage et al. 2021, "Summarizing OV/QK Matrices").
 
         ``qk_eigen_matching`` = sum(lambda) / sum(|lambda|): near 1, a residual stream attends to others that hold the same.
+        Each column is followed by ``.._null_mean`` and ``.._z``: norms and ranks where W_Q and W_K keep their singular values
+        and meet inside the head at random, the eigenvalue score where the head's own singular values read random directions.
         """
-        S = self.singular_values
-        columns = {
-            "qk_frobenius_norm": S.square().sum(-1).sqrt(),
-            "qk_spectral_norm": S[:, 0],
-            "qk_stable_rank": spectra.stable_rank(S),
-            "qk_participation_ratio": spectra.participation_ratio(S),
-            "qk_entropy_rank": spectra.entropy_rank(S),
-            "qk_eigen_matching": spectra.eigenvalue_copying(self.eigenvalues),
-        }
+        values = {name: of(self.singular_values) for name, of in _OF_SINGULAR_VALUES.items()}
+        values["qk_eigen_matching"] = spectra.eigenvalue_copying(self.eigenvalues)
+        columns: dict[str, Tensor] = {}
+        for name, value in values.items():
+            null = self.nulls[name]
+            columns |= {name: value, f"{name}_null_mean": null.mean.where(value.isfinite(), torch.nan)}
+            columns[f"{name}_z"] = null.z(value)
         frame = pd.DataFrame({"head": self.labels} | {name: column.numpy() for name, column in columns.items()})
-        frame.attrs = {"view": self.view, "offset": self.offset, "notes": self.notes}
+        frame.attrs = {
+            "model": self.model,
+            "view": self.view,
+            "offset": self.offset,
+            "source": ELHAGE,
+            "notes": self.notes,
+        }
         return frame
 
 
-def qk_spectra(model: Model, offset: int = 0) -> QKSpectra:
+def qk_spectra(model: Model, offset: int = 0, seed: int = 0) -> QKSpectra:
     """Singular values and eigenvalues of every head's QK, at a distance of query and key for rotary models (Elhage et al. 2021).
 
     Args:
         model: in the weight view that the circuits are to have.
         offset: for rotary models, how many positions the query stands after the key.
+        seed: of the nulls' random rotations.
 
     Returns:
         Spectra of all heads; ``.frame()`` is one row a head. Heads with weights that are not finite have NaN, and their
@@ -85,22 +109,42 @@ def qk_spectra(model: Model, offset: int = 0) -> QKSpectra:
         CircuitsError: an offset for a model without rotary positions, or a negative one.
     """
     singular, eigen, notes = [], [], []
+    draws, nulls = Draws(model, seed=seed, vocabulary=False), defaultdict(list)
     for layer in model.layers():
         qk = _qk(model, layer, offset)
         finite = (qk.left.isfinite().all(-1).all(-1) & qk.right.isfinite().all(-1).all(-1))[:, None]
         if not finite.all():
-            notes += broken_tensors(model, layer)
+            notes += broken_tensors(model, layer.index, biases=False)
             qk = LowRank(torch.where(finite[..., None], qk.left, 0.0), torch.where(finite[..., None], qk.right, 0.0))
+        for name, null in _by_chance(draws, layer, qk).items():
+            nulls[name].append(null)
         singular.append(torch.where(finite, qk.singular_values, torch.nan))
         eigen.append(torch.where(finite, qk.eigenvalues, torch.nan))
     return QKSpectra(
+        model=model.name,
         labels=model.head_labels,
         view=model.view,
         offset=_named_offset(model, offset),
         singular_values=torch.cat(singular).cpu(),
         eigenvalues=torch.cat(eigen).cpu(),
+        nulls={
+            name: Null(torch.cat([n.mean for n in parts]).cpu(), torch.cat([n.std for n in parts]).cpu())
+            for name, parts in nulls.items()
+        },
         notes=notes,
     )
+
+
+def _by_chance(draws: Draws, layer: Layer, qk: LowRank) -> dict[str, Null]:
+    """A layer's nulls. Turning queries by an offset before a Haar rotation turns them leaves its distribution as it is."""
+    chance, S = LayerDraws(draws, layer.finite_part, layer.finite_part.ov, qk), qk.singular_values
+    found = {
+        name: chance.null("factors", lambda c, of=of: of(c.qk.singular_values), odd=False)  # type: ignore[misc]
+        for name, of in _OF_SINGULAR_VALUES.items()
+    }
+    samples = max(2, 128 // S.shape[-1])
+    found["qk_eigen_matching"] = eigenvalue_copying_null(S, layer.W_O.shape[-1], samples, draws.seed)
+    return found
 
 
 def largest_query_key_pairs(model: Model, head: str | Head, k: int = 20, offset: int = 0) -> pd.DataFrame:
@@ -124,10 +168,16 @@ def largest_query_key_pairs(model: Model, head: str | Head, k: int = 20, offset:
     """
     chosen = model.head(head)
     need_embeddings(model, "query-key token pairs")
+    need_finite(chosen, "token pairs")
     qk = _qk(model, model.layer(chosen.layer), offset)[chosen.index]
     queries, keys = model.embedding @ qk.left.float(), model.embedding @ qk.right.mT.float()
     frame = pair_frame(model, queries, keys.mT, k, ("query", "key"))
-    frame.attrs |= {"head": chosen.label, "circuit": "W_E W_QK W_E^T", "offset": _named_offset(model, offset)}
+    frame.attrs |= {
+        "head": chosen.label,
+        "circuit": "W_E W_QK W_E^T",
+        "offset": _named_offset(model, offset),
+        "source": ELHAGE,
+    }
     return frame
 
 
@@ -146,7 +196,7 @@ def position_pattern(model: Model, head: str | Head) -> Float[Tensor, "query key
         Attention from each position (row) to each other, [n_ctx, n_ctx].
 
     Raises:
-        CircuitsError: unknown head; rotary positions, which are no vectors in the residual stream.
+        CircuitsError: unknown head; rotary positions, which are no vectors in the residual stream; weights not finite.
     """
     chosen = model.head(head)
     if model.architecture.positions == "rotary":
@@ -157,6 +207,9 @@ def position_pattern(model: Model, head: str | Head) -> Float[Tensor, "query key
     positions = model.in_view("raw").W_pos
     if positions is None:
         raise CircuitsError(f"{model.name} has no position embeddings")
+    need_finite(chosen, "pattern")
+    if not bool(positions.isfinite().all()):
+        raise CircuitsError(f"the position embeddings of {model.name} hold NaN or infinity")
     q, k = _queries_and_keys(model, chosen, positions)
     scores = q @ k.mT
     future = torch.ones_like(scores, dtype=torch.bool).triu(1)
@@ -179,7 +232,7 @@ def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tupl
         tokens), ``same_token`` (over pairs of equal tokens).
 
     Raises:
-        CircuitsError: unknown head, no rotary positions, no embeddings.
+        CircuitsError: unknown head, no rotary positions, no embeddings, weights not finite.
     """
     chosen = model.head(head)
     need_embeddings(model, "offset profiles")
@@ -191,6 +244,7 @@ def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tupl
             else "there is nothing to show"
         )
         raise CircuitsError(f"{model.name} has no rotary positions in layer {chosen.layer}; {why}")
+    need_finite(chosen, "offset profile")
     q, k = _queries_and_keys(model, chosen, model.in_view("raw").W_E)
     same = q.mT @ k / len(q)  # trace of R(offset)^T (q^T k): the mean over tokens of a token's score for itself
     records = []
@@ -201,7 +255,9 @@ def offset_profile(model: Model, head: str | Head, offsets: Sequence[int] = tupl
     frame.attrs = {
         "model": model.name,
         "head": chosen.label,
-        "source": "vocabulary embeddings, normalised; biases included",
+        "view": "raw",
+        "source_embedding": "embed, normalised; biases included",
+        "source": ROFORMER,
     }
     return frame
 

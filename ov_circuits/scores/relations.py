@@ -25,9 +25,10 @@ from ov_circuits.checkpoint.locate import data_file
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.vocab_ranks import Ranks, capped_ranks
 from ov_circuits.model import Head, Model
-from ov_circuits.scores.circuits import TokenScore, circuits
+from ov_circuits.scores.circuits import TokenScore, circuits, share_by_chance
 from ov_circuits.scores.copying import frame_of, read_csv, share_below, single_token
-from ov_circuits.scores.sources import source_embedding
+from ov_circuits.scores.papers import MAPS
+from ov_circuits.scores.sources import check_source, source_embedding
 
 # Of a relation whose targets are its sources (copying), the target must come first.
 _COPYING_K = 1
@@ -39,6 +40,11 @@ class Relation:
 
     name: str
     pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def distinct(self) -> list[tuple[str, str]]:
+        """The pairs, one that stands there twice counted once."""
+        return list(dict.fromkeys(self.pairs))
 
     @property
     def is_copying(self) -> bool:
@@ -58,7 +64,7 @@ def read_relation(relation: str | Path) -> Relation:
         CircuitsError: no such relation (the message gives the choices and the nearest), or the file has another format.
     """
     path = Path(relation)
-    if not (isinstance(relation, Path) or path.suffix == ".csv"):
+    if not (isinstance(relation, Path) or path.suffix.lower() == ".csv"):
         known = relation_names()
         if relation not in known:
             near = difflib.get_close_matches(relation, known, n=1)
@@ -89,6 +95,7 @@ def relation_scores(
     heads: Head | str | Sequence[Head | str] | None = None,
     each: bool = False,
     view: str = "raw",
+    nulls: bool = True,
 ) -> pd.DataFrame:
     """How far heads implement relations: the share of pairs whose target is among the k largest logits of the source's row.
 
@@ -106,9 +113,11 @@ def relation_scores(
         source: the source embedding; see :mod:`ov_circuits.scores.sources`.
         heads, each: as for :func:`ov_circuits.scores.copying.rank_copying`.
         view: the weight view, whatever the model's own.
+        nulls: whether to say what each share would be if every order of the vocabulary were alike.
 
     Returns:
-        One row a head: ``head, layer, index`` and for each relation ``<name>`` and ``<name>_suppression``, in [0, 1].
+        One row a head: ``head, layer, index`` and for each relation ``<name>`` and ``<name>_suppression``, in [0, 1], each
+        followed with ``nulls`` by ``.._null_mean`` and ``.._z``.
         ``attrs``: ``k``, ``pairs`` and ``dropped`` (words of several tokens) by relation, ``left_out``.
 
     Raises:
@@ -116,12 +125,8 @@ def relation_scores(
             are); no tokenizer, embeddings or first MLP.
     """
     ready = relation_score(model, relations, k, source, view)
-    rows = ready.rows(circuits(ready.model, heads, each))
-    frame = frame_of(
-        ready.model, rows, source, "Elhelou & Geva 2025: share of pairs with the target among the k largest logits"
-    )
-    frame.attrs |= ready.attrs
-    return frame
+    definition = "share of pairs with the target among the k largest logits of the source's row"
+    return frame_of(ready, circuits(ready.model, heads, each), nulls, source, MAPS, definition)
 
 
 def relation_score(
@@ -135,14 +140,20 @@ def relation_score(
     model = model.in_view(view)
     if k < 1:
         raise CircuitsError(f"k = {k}: at least the first place must count")
+    check_source(model, source)
     asked, left_out = _asked(model, relations, k)
     sources, targets = (torch.cat([getattr(a, side) for a in asked]) for side in ("sources", "targets"))
     W_U, cap = model.unembedding.mT, max(a.k for a in asked)
+    by_chance: dict[str, tuple[float, float] | None] = {
+        name: share_by_chance(a.k, model.architecture.n_vocab, len(a.sources)) for a in asked for name in a.columns
+    }
 
     def score(read: Tensor, W_O: Tensor) -> dict[str, float]:
         written = W_O @ W_U
         finite = bool(read.isfinite().all()) and bool(written.isfinite().all())
-        return _shares(asked, capped_ranks(read, written, targets, cap) if finite else None)
+        return (
+            _shares(asked, capped_ranks(read, written, targets, cap)) if finite else dict.fromkeys(by_chance, math.nan)
+        )
 
     attrs = {
         "k": {a.name: a.k for a in asked},
@@ -150,7 +161,7 @@ def relation_score(
         "dropped": {a.name: a.dropped for a in asked},
         "left_out": left_out,
     }
-    return TokenScore(model, source_embedding(model, source, sources), score, attrs)
+    return TokenScore(model, source_embedding(model, source, sources), score, by_chance, attrs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +173,11 @@ class _Asked:
     sources: Tensor
     targets: Tensor
     dropped: list[str]
+
+    @property
+    def columns(self) -> tuple[str, str]:
+        """What its two scores are called."""
+        return self.name, f"{self.name}_suppression"
 
 
 def _asked(model: Model, relations: Sequence[str | Path] | None, k: int) -> tuple[list[_Asked], dict[str, str]]:
@@ -177,9 +193,21 @@ def _asked(model: Model, relations: Sequence[str | Path] | None, k: int) -> tupl
             if given is not None:
                 raise
             left_out[str(name)] = str(error)
+    _check_names(asked)
     if not asked:
         raise CircuitsError(f"no relation has a pair of single tokens of {model.name}. {next(iter(left_out.values()))}")
     return asked, left_out
+
+
+def _check_names(asked: Sequence[_Asked]) -> None:
+    """Refuse relations whose columns would take each other's place, or that of what says which head it is."""
+    taken = {"head", "layer", "index"}
+    for name in (column for a in asked for column in a.columns):
+        if name in taken:
+            raise CircuitsError(
+                f"two columns would be called {name}: a relation is named after its file, so give each file another name"
+            )
+        taken.add(name)
 
 
 class _NoPair(CircuitsError):
@@ -188,7 +216,7 @@ class _NoPair(CircuitsError):
 
 def _tokenized(model: Model, relation: Relation, k: int) -> _Asked:
     ids = {word: single_token(model, word) for pair in relation.pairs for word in pair}
-    kept = [(ids[s], ids[t]) for s, t in relation.pairs if ids[s] is not None and ids[t] is not None]
+    kept = [(ids[s], ids[t]) for s, t in relation.distinct if ids[s] is not None and ids[t] is not None]
     dropped = [word for word, token in ids.items() if token is None]
     if not kept:
         raise _NoPair(
@@ -199,12 +227,12 @@ def _tokenized(model: Model, relation: Relation, k: int) -> _Asked:
     return _Asked(relation.name, _COPYING_K if relation.is_copying else k, pairs[:, 0], pairs[:, 1], dropped)
 
 
-def _shares(asked: Sequence[_Asked], ranks: Ranks | None) -> dict[str, float]:
+def _shares(asked: Sequence[_Asked], ranks: Ranks) -> dict[str, float]:
     shares: dict[str, float] = {}
     start = 0
     for a in asked:
         part = slice(start, start + len(a.sources))
         start = part.stop
-        shares[a.name] = math.nan if ranks is None else share_below(ranks.larger[part], a.k)
-        shares[f"{a.name}_suppression"] = math.nan if ranks is None else share_below(ranks.smaller[part], a.k)
+        for name, end in zip(a.columns, (ranks.larger, ranks.smaller), strict=True):
+            shares[name] = share_below(end[part], a.k)
     return shares

@@ -32,6 +32,7 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.folding import fold_writer
 from ov_circuits.linalg.rows import Rows
 from ov_circuits.model import Layer, Model
+from ov_circuits.scores.broken import broken_tensors
 
 SOURCES: dict[str, str] = {
     "embed": "W_E",
@@ -73,7 +74,7 @@ def source_embedding(
         X [n, d_model].
 
     Raises:
-        CircuitsError: see :func:`check_source`; or the first MLP is not in the checkpoint.
+        CircuitsError: see :func:`check_source`; or the first MLP is not in the checkpoint, or not finite.
     """
     check_source(model, source)
     if source == "embed":
@@ -88,7 +89,21 @@ def source_embedding(
         stream = part if attention is None else part + attention(part)
         written = mlp(part if model.architecture.parallel else stream)
         parts.append(written if source == "embed_mlp0" else stream + written)
-    return fold_writer(torch.cat(parts), model.view)
+    found = torch.cat(parts)
+    if not bool(found.isfinite().all()):
+        raise CircuitsError(f"the source embedding {source} of {model.name} is not finite: {_why(model, source)}")
+    return fold_writer(found, model.view)
+
+
+def _why(model: Model, source: str) -> str:
+    """Which tensors of the first layer hold NaN or infinity."""
+    family, store = model.source.family, model.source.store
+    modules = [family.mlp_norm, family.mlp_post_norm, *(projection.name for projection in family.mlp.values())]
+    names = [f"{module}.{kind}".format(layer=0) for module in modules if module for kind in ("weight", "bias")]
+    why = [f"{name} holds NaN or infinity" for name in names if name in store and not store.read(name).isfinite().all()]
+    if source == "effective":
+        why += broken_tensors(model, 0)
+    return f"{'; '.join(why) or 'its numbers overflow float32'}; use source 'embed'"
 
 
 def source_rows(model: Model, source: str = "embed") -> Rows:

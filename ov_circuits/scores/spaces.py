@@ -19,6 +19,7 @@ from torch import Tensor
 from ov_circuits.linalg.pairwise import pairwise_energy
 from ov_circuits.model import Model
 from ov_circuits.scores.composition import space_basis
+from ov_circuits.scores.papers import TORGERSON
 
 _ROLES = {"read": "V", "write": "O"}
 
@@ -51,7 +52,13 @@ def space_map(model: Model) -> pd.DataFrame:
         columns[f"{name}_x"], columns[f"{name}_y"] = places.T.numpy()
     frame = pd.DataFrame(columns)
     broken = [label for label, ok in zip(model.head_labels, finite.tolist(), strict=True) if not ok]
-    frame.attrs = {"model": model.name, "view": model.view, "shares": shares, "not_finite": broken}
+    frame.attrs = {
+        "model": model.name,
+        "view": model.view,
+        "source": TORGERSON,
+        "shares": shares,
+        "not_finite": broken,
+    }
     return frame
 
 

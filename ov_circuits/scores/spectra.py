@@ -1,7 +1,7 @@
 """Spectra of a head: norms, effective ranks and eigenvalue copying, each from singular values or eigenvalues.
 
 All functions take the last dimension as the spectrum and keep leading ones (heads). A zero matrix has effective rank 0 and
-an undefined copying score (NaN), never a made-up one.
+an undefined copying score (NaN), never a made-up one; of a spectrum that is not finite every number is NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def entropy_rank(singular_values: Float[Tensor, "*head k"]) -> Float[Tensor, "*h
     total = singular_values.sum(-1, keepdim=True)
     share = _ratio_or_zero(singular_values, total)
     entropy = -torch.special.xlogy(share, share).sum(-1)
-    return torch.where(total.squeeze(-1) > 0, entropy.exp(), torch.zeros_like(entropy))
+    return torch.where(total.squeeze(-1) == 0, torch.zeros_like(entropy), entropy.exp())
 
 
 def eigenvalue_copying(eigenvalues: Complex[Tensor, "*head r"]) -> Float[Tensor, "*head"]:
@@ -40,4 +40,4 @@ def eigenvalue_copying(eigenvalues: Complex[Tensor, "*head r"]) -> Float[Tensor,
 
 
 def _ratio_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
-    return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(numerator))
+    return torch.where(denominator == 0, torch.zeros_like(numerator), numerator / denominator)  # of NaN, NaN

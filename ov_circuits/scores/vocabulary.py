@@ -7,7 +7,6 @@ share of N tokens has the binomial spread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,11 +17,8 @@ from ov_circuits.errors import CircuitsError
 from ov_circuits.model import Model
 from ov_circuits.scores.circuits import TokenScore, circuits_of
 from ov_circuits.scores.copying import IOI_SIGNS, IOI_TOP, KS, ioi_score, rank_score
+from ov_circuits.scores.papers import MAPS, MCDOUGALL, WANG
 from ov_circuits.scores.relations import relation_names, relation_score
-
-NULL_NOTE = "every order of the vocabulary alike: k / n_vocab, with binomial spread"
-
-_MCDOUGALL = "over the full vocabulary, as in McDougall et al. 2023, Copy Suppression"
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ def vocabulary_scores() -> dict[str, VocabularyScore]:
                 f"rank_copying_{k}",
                 f"Rank copying, k = {k}",
                 "Copying over tokens",
-                f"rank of a token in its own row, {_MCDOUGALL}",
+                MCDOUGALL,
                 f"Share of tokens whose own logit is {place} of X W_V W_O W_U. Exact; ties count for the token.",
                 "rank_copying",
             )
@@ -67,7 +63,7 @@ def vocabulary_scores() -> dict[str, VocabularyScore]:
                 f"rank_suppression_{k}",
                 f"Rank suppression, k = {k}",
                 "Copying over tokens",
-                f"rank of a token in its own row, {_MCDOUGALL}",
+                MCDOUGALL,
                 f"Share of tokens whose own logit is among the {k} smallest of its row of X W_V W_O W_U.",
                 "rank_copying",
             )
@@ -79,7 +75,7 @@ def vocabulary_scores() -> dict[str, VocabularyScore]:
                 key,
                 "IOI negative copy score" if sign else "IOI copy score",
                 "Copying over tokens",
-                "Wang et al. 2022, Interpretability in the Wild",
+                WANG,
                 f"Share of first names among the {IOI_TOP} largest logits after the first MLP and {sign}W_V W_O.",
                 "ioi",
             )
@@ -91,7 +87,7 @@ def vocabulary_scores() -> dict[str, VocabularyScore]:
                     f"relation_{name}{suffix}",
                     f"{name.replace('_', ' ')}{' (suppression)' if suffix else ''}",
                     "Relations",
-                    "Elhelou & Geva 2025, Inferring Functionality of Attention Heads from their Parameters",
+                    MAPS,
                     f"Share of pairs whose target is among the {word} logits of the source's row; raw weights, MLP_0 alone.",
                     "relations",
                     relation=name,
@@ -133,19 +129,16 @@ class VocabularyColumns:
     def of(self, layer: int, heads: range) -> pd.DataFrame:
         """The columns for some heads of a layer, in order."""
         frames = {
-            family: pd.DataFrame(ready.rows(circuits_of(ready.model.layer_part(layer, heads), heads)))
+            family: ready.frame(circuits_of(ready.model.layer_part(layer, heads), heads), self._nulls)
             for family, ready in self._ready.items()
         }
         columns: dict[str, pd.Series] = {}
         for key in self._keys:
             if key in self.why_not:
                 continue
-            score = vocabulary_scores()[key]
-            column = columns[key] = frames[score.family][key.removeprefix("relation_")]
-            if self._nulls:
-                mean, std = _chance(self._ready[score.family], score)
-                columns[f"{key}_null_mean"] = column.where(column.isna(), mean)
-                columns[f"{key}_z"] = (column - mean) / std
+            short, frame = key.removeprefix("relation_"), frames[vocabulary_scores()[key].family]
+            for suffix in ("", "_null_mean", "_z") if self._nulls else ("",):
+                columns[f"{key}{suffix}"] = frame[f"{short}{suffix}"]
         return pd.DataFrame(columns)
 
 
@@ -162,16 +155,3 @@ def _families(model: Model, source: str) -> dict[str, Callable[[list[str]], Toke
         "ioi": lambda keys: ioi_score(model, "embed_plus_mlp0", None, IOI_SIGNS),
         "relations": relations,
     }
-
-
-def _chance(ready: TokenScore, score: VocabularyScore) -> tuple[float, float]:
-    """Mean and standard deviation of a share by chance."""
-    n_vocab = ready.model.architecture.n_vocab
-    if score.family == "rank_copying":
-        k, n = int(score.key.rsplit("_", 1)[1]), n_vocab
-    elif score.family == "ioi":
-        k, n = IOI_TOP, ready.attrs["names"]
-    else:
-        k, n = ready.attrs["k"][score.relation], ready.attrs["pairs"][score.relation]
-    p = min(k / n_vocab, 1.0)
-    return p, math.sqrt(p * (1 - p) / n) or math.nan
