@@ -189,13 +189,14 @@ def _score(key: str) -> dict[str, Any]:
 
 def _entry_scores(place: int, frame: pd.DataFrame) -> Iterator[tuple[dict[str, Any], str]]:
     """The scores that a pair of tokens makes, each with its column."""
-    pair = " \N{RIGHTWARDS ARROW} ".join(visible(frame.attrs[side]) for side in ("source_token", "output_token"))
+    tokens = [frame.attrs[side] for side in ("source_token", "output_token")]
+    pair = " \N{RIGHTWARDS ARROW} ".join(map(visible, tokens))
     common = {"group": "Token pairs", "range": None, "source": "full OV circuit, Elhage et al. 2021"}
     yield (
         common
         | {
             "key": f"entry_{place}",
-            "pair": [frame.attrs["source"], frame.attrs["output"]],  # the page's search of tokens finds it by these
+            "pair": tokens,  # the page's search of tokens finds it by these
             "label": f"Entry {pair}",
             "diverging": True,
             "note": f"What full attention to the first token does to the logit of the second, {pair}, less what it does to the "
