@@ -463,6 +463,14 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", refuse)
 
 
+def listed(frame: Any) -> Any:
+    """A scan's examples out of a Parquet file, their arrays as lists: whole numbers, and None where there is none."""
+    for name in ("attended", "attended_position", "attended_attention", "attended_part"):
+        frame[name] = [[None if value != value else value for value in row.tolist()] for row in frame[name]]
+    frame["attended_position"] = [[p if p is None else int(p) for p in row] for row in frame["attended_position"]]
+    return frame
+
+
 @contextmanager
 def captured(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
     """The last call's inputs and output of a module: ``args``, ``kwargs``, ``output``."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from conftest import listed
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
@@ -100,7 +101,7 @@ def test_the_frames_are_the_librarys(bundle, story):
     assert len(both) > 20
     sweep = ov.ablation_sweep(model, results.trace, answer=" little", against=" big")
     pd.testing.assert_frame_equal(pd.read_parquet(folder / "ablation.parquet"), sweep)
-    examples = pd.read_parquet(folder / "examples.parquet")
+    examples = listed(pd.read_parquet(folder / "examples.parquet"))
     pd.testing.assert_frame_equal(examples, results.scan.examples)
     assert board.attrs["view"] == "folded"
     composition = ov.composition(model, "all")

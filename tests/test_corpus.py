@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import captured, hf_model
+from conftest import captured, hf_model, listed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_families import BASES, tiny
@@ -31,6 +31,7 @@ from ov_circuits import CircuitsError
 from ov_circuits.checkpoint.norms import Norm
 from ov_circuits.cli import app
 from ov_circuits.report.examples import examples_payload
+from ov_circuits.report.tables import write_frame
 from ov_circuits.trace import scan as scanning
 from ov_circuits.trace.corpus import open_corpus
 from ov_circuits.trace.engines import Edits
@@ -270,6 +271,51 @@ def test_examples_say_what_the_model_does_there(scanned):
         assert example.part == pytest.approx(best, abs=close), "another source has a larger part"
 
 
+ATTENDED = ["attended_position", "attended", "attended_attention", "attended_part"]
+
+
+def test_examples_carry_the_sources_they_attend_to_most(scanned):
+    texts = scanned.model.tokenizer.text if scanned.model.has_tokenizer else "⟨id {}⟩".format
+    scales = scanned.right.rows.groupby("head")[["write", "logit"]].agg(lambda values: values.abs().max())
+    short, parts = 0, set()
+    for example in scanned.scan.examples.itertuples():
+        row, _ = at(scanned, example)
+        close = 1e-4 * scales.loc[example.head, example.measure]
+        shown = list(zip(*(getattr(example, name) for name in ATTENDED), strict=True))
+        sources = [0 if position is None else position - row.window + scanned.bos for position, *_ in shown]
+        most, least = (min(5, sum(a > edge for a in row.attention)) for edge in (1e-46, 1e-30))
+        assert least <= len(shown) <= most  # what float32 takes for no attention is none
+        assert len(set(sources)) == len(shown)
+        for source, (position, text, attention, part) in zip(sources, shown, strict=True):
+            assert (position is None) == (scanned.bos and source == 0)
+            assert position is None or text == texts(scanned.docs[example.document][position])
+            assert attention == pytest.approx(row.attention[source], abs=1e-4)
+            assert part == pytest.approx(row.parts[example.measure][source], abs=close)
+            parts.add(part)
+        left = [a for source, a in enumerate(row.attention) if source not in sources]
+        assert example.attended_attention == sorted(example.attended_attention, reverse=True)
+        assert example.attended_attention[-1] >= max(left, default=0) - 1e-4
+        if not left:
+            assert sum(example.attended_attention) == pytest.approx(1, abs=1e-5)
+        short += len(shown) < 5
+    assert short and min(parts) < 0 < max(parts)
+
+
+def test_of_equal_attention_the_earlier_source_comes_first():
+    """By hand: sources that no attention reaches are none, and destinations with fewer have fewer."""
+    pattern = torch.tensor([[[0.2, 0.4, 0.4, 0, 0, 0, 0], [0.1, 0.2, 0.2, 0.1, 0.2, 0.1, 0.1]]] * 2)
+    moved, parts = pattern * 3, pattern * torch.tensor([1.0, -1, 1, -1, 1, -1, 1])
+    found = scanning._attended(pattern, (moved, parts), torch.tensor([[1, 0, 1], [0, 0, 1]]))
+    by_row = [[1, 2, 0, -1, -1], [1, 2, 4, 0, 3]]
+    assert found[..., 0].tolist() == [[by_row[r] for r in rows] for rows in ([1, 0, 1], [0, 0, 1])]
+    for row, (sources, numbers) in enumerate(zip(by_row, found[0, [1, 0]], strict=True)):
+        for source, (_, *values) in zip(sources, numbers.tolist(), strict=True):
+            if source >= 0:
+                assert values == [pytest.approx(float(t[0, row, source])) for t in (pattern, moved, parts)]
+    few = scanning._attended(pattern[:1, :, :3], (moved[:1, :, :3], parts[:1, :, :3]), torch.tensor([[0]]))
+    assert few[0, 0, :, 0].tolist() == [1, 2, 0, -1, -1]
+
+
 def test_the_strongest_are_the_strongest_of_all(scanned):
     examples, rows = scanned.scan.examples, scanned.right.rows
     for head in scanned.scan.heads["head"]:
@@ -383,6 +429,17 @@ def test_sampled_tenths_are_the_true_tenths_within_their_error(sampled, embedded
         assert (np.abs(rank - (chosen["decile"].astype(float) - 0.5) / 10) < 0.05 + 5 * 0.5 / 300**0.5).all()
         off.append(rank.mean() - 0.5)
     assert np.abs(off).max() < 5 * (1 / 12 / 300) ** 0.5
+
+
+def test_every_tenth_has_examples_where_values_are_equal(embedded):
+    """A head that writes nothing: its tenths are no different, and each is told of all the same."""
+    settings = Settings(sample=TEXT, per_decile=1, loss_sample=2)
+    found = ov.scan(embedded.without(["1.1"]), tokens=TEXT, settings=settings)
+    assert found.facts["sample"] > 4 * scanning._DRAWN
+    examples = found.examples[found.examples["kind"] == "decile"]
+    assert (examples["value"][examples["head"] == "1.1"] == 0).all()
+    tenths = examples.groupby(["head", "measure"])["decile"].agg(list)
+    assert len(tenths) == 2 * 24 and all(decile == list(range(1, 11)) for decile in tenths)
 
 
 def test_another_seed_draws_other_positions(embedded, sampled):
@@ -565,7 +622,16 @@ def test_the_packaged_text_is_what_its_card_says(embedded):
 
 def test_a_scan_is_saved_and_opened(tmp_path, sampled, whole):
     sampled.save(tmp_path / "scan")
-    same_scan(ov.open_scan(tmp_path / "scan"), sampled)
+    opened = ov.open_scan(tmp_path / "scan")
+    same_scan(opened, sampled)
+    kinds = {name: {type(value) for row in opened.examples[name] for value in row} for name in ATTENDED}
+    right = {"attended": {str}, "attended_attention": {float}, "attended_part": {float}}
+    assert kinds == {"attended_position": {int, type(None)}, **right}
+    write_frame(sampled.examples, tmp_path / "examples.json")
+    for theirs, row in zip(
+        json.loads((tmp_path / "examples.json").read_text())["rows"], opened.examples.to_dict("records"), strict=True
+    ):
+        assert [theirs[name] for name in ATTENDED] == [row[name] for name in ATTENDED]
     whole.heads.to_parquet(tmp_path / "scan" / "heads.parquet")
     with pytest.raises(CircuitsError, match="not of one scan"):
         ov.open_scan(tmp_path / "scan")
@@ -578,6 +644,9 @@ def test_a_scan_is_saved_and_opened(tmp_path, sampled, whole):
     ("heads", lambda frame: frame.assign(entropy="high"), "entropy"),
     ("heads", lambda frame: frame.head(0), "its rows"),
     ("examples", lambda frame: frame.assign(source=7), "source"),
+    ("examples", lambda frame: frame.assign(attended_part=7), "attended"),
+    ("examples", lambda frame: frame.assign(attended_position=frame["attended"]), "attended"),
+    ("examples", lambda frame: frame.assign(attended=frame["attended"].map(lambda texts: texts[:2])), "attended"),
     ("distributions", lambda frame: frame.attrs.update(positions="many") or frame, "positions"),
 ])  # fmt: skip
 def test_a_damaged_scan_is_not_opened(tmp_path, sampled, name, damage, what):
@@ -588,6 +657,14 @@ def test_a_damaged_scan_is_not_opened(tmp_path, sampled, name, damage, what):
     frame.to_parquet(folder / f"{name}.parquet")
     with pytest.raises(CircuitsError, match=rf"{name}\.parquet is damaged \(look at {what}\)"):
         ov.open_scan(folder)
+
+
+def test_a_scan_of_an_earlier_version_is_made_again(tmp_path, sampled):
+    ov.Scan(sampled.heads, sampled.examples.drop(columns=ATTENDED), sampled.distributions).save(tmp_path)
+    with pytest.raises(
+        CircuitsError, match=r"attend to \(no column 'attended'\), as those of earlier versions: make it"
+    ):
+        ov.open_scan(tmp_path)
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -635,6 +712,14 @@ def test_what_a_page_gets_of_a_scan(sampled):
         first = next(e for e in shown["examples"] if (e["measure"], e["kind"]) == ("logit", "strongest"))
         assert first["value"] == pytest.approx(best["value"], rel=1e-4)
         assert (first["source"], first["destination"]) == (best["source"], best["destination"])
+        for n, (text, attention, part, back) in enumerate(first["attended"]):
+            assert [text, None if back is None else best["position"] - back] == [
+                best["attended"][n],
+                best["attended_position"][n],
+            ]
+            assert attention == pytest.approx(best["attended_attention"][n], abs=5.01e-4)
+            assert part == pytest.approx(best["attended_part"][n], rel=5.01e-3)
+        assert len(first["attended"]) == sum(attention >= 0.01 for attention in best["attended_attention"]) > 0
         assert first["decile"] is None
 
 
@@ -684,7 +769,7 @@ def test_the_command_writes_what_the_library_finds(command, embedded, tmp_path):
     assert [row["loss_saved"] for row in facts["rows"]] == right.heads["loss_saved"].tolist()
     command("--tokens", 600, "-o", "heads.csv", "--examples", "examples.parquet", "--save", "kept")
     pd.testing.assert_frame_equal(pd.read_csv("heads.csv", dtype={"head": str}), right.heads)
-    pd.testing.assert_frame_equal(pd.read_parquet("examples.parquet"), right.examples)
+    pd.testing.assert_frame_equal(listed(pd.read_parquet("examples.parquet")), right.examples)
     same_scan(ov.open_scan("kept"), right)
     assert list((tmp_path / "cache" / "scans").iterdir()) == []  # what was kept meanwhile is gone
 
@@ -808,6 +893,38 @@ def through(norm, at, write):
     """A write through a norm at the scale that it has on ``at``, one coordinate at a time."""
     rows = torch.stack([norm.frozen(at, unit).direction for unit in torch.eye(len(at), dtype=torch.float64)])
     return rows @ write.double()
+
+
+@pytest.mark.parametrize(
+    ("variant", "reach"), [("gemma2", 4), ("olmo2", 5), ("mistral", 4), ("gpt2", 5), ("cohere", 5)]
+)
+def test_every_familys_attended_sources(variant, reach, tmp_path):
+    """Parts of the logit are the ledger's, through norms after attention too; beyond a sliding window nothing is attended to."""
+    tiny(variant).save_pretrained(tmp_path)
+    model = ov.load(tmp_path, view="raw")
+    (doc,) = documents(9, lengths=(12,))
+    examples = ov.scan(model, [doc], window=12, bos=False, settings=EVERYTHING).examples
+    trace = model.trace(doc, bos=False)
+    accounts = [trace.ledger(following, position=t) for t, following in enumerate(doc[1:])]
+    accounts = [rows[(rows["component"] == "head") & (rows["kind"] == "value_path")] for rows in accounts]
+    longest = {}
+    for row in examples.to_dict("records"):
+        t, pattern = row["position"], trace.pattern(row["head"])[row["position"]]
+        order = sorted(range(t + 1), key=lambda s: -pattern[s])[:5]
+        assert row["attended_attention"] == pytest.approx(
+            [float(pattern[s]) for s in order if pattern[s] > 0], abs=1e-6
+        )
+        longest[model.head(row["head"]).layer] = max(
+            len(row["attended"]), longest.get(model.head(row["head"]).layer, 0)
+        )
+        if row["measure"] == "write":
+            sizes = trace.head_writes(row["head"])[:, t].norm(dim=-1)
+            right = [float(sizes[s]) for s in row["attended_position"]]
+        else:
+            values = accounts[t][accounts[t]["head"] == row["head"]].set_index("source")["value"]
+            right = [values[s] for s in row["attended_position"]]
+        assert row["attended_part"] == pytest.approx(right, rel=1e-3, abs=1e-5)
+    assert min(longest.values()) == reach
 
 
 @pytest.mark.parametrize("variant", BASES)

@@ -8,7 +8,10 @@ text that has a next token, and each is measured twice:
     logit   z W_O . d, what it adds directly to the logit of the true next token, at the final norm's actual scale.
 
 Beside each value stands the source token with the largest part of it: A[t, s] ||x_s W_V W_O|| for the write, and for the logit
-A[t, s] (x_s W_V W_O) . d in the direction of the whole. The value bias belongs to no source.
+A[t, s] (x_s W_V W_O) . d in the direction of the whole. The value bias belongs to no source. With it stand the sources that
+the destination attends to most, largest attention first (of equal ones the earlier), each with its part; what is left to one
+of their attention is elsewhere. They are taken only where an example may come of it: of the strongest in a window, and of the
+first of the sample, as many as tenths draw their examples from.
 
 Loss saved is what the head's direct write takes off the loss of the true next token, the final scale and everything else held:
 L(logits - delta) - L(logits), delta the head's write through the final norm and W_U. That needs the whole vocabulary for each
@@ -70,6 +73,10 @@ _BATCHES_A_SAVE = 16
 
 # The lists of strongest examples: a measure, and the sign by which its values are ordered.
 _ENDS = (("write", 0, 1.0, "strongest"), ("logit", 1, 1.0, "strongest"), ("logit", 1, -1.0, "most negative"))
+
+_ATTENDED = 5  # sources told of an example
+# Positions of the sample, for each example of a tenth, from which it is drawn: fewer than one tenth in 10^12 goes short of one.
+_DRAWN = 300
 
 _ENTROPY_BIN = 0.5  # nats
 _BEFORE, _AFTER, _AROUND_SOURCE = 16, 8, 4  # tokens shown of an example's text
@@ -184,6 +191,7 @@ _NUMBERS = {
     "distributions": ("low", "high", "share"),
 }
 _FACTS = {"scan": str, "model": str, "corpus": str, "positions": int, "window": int, "bos_added": bool, "loss": float}
+_LISTS = {"attended": str, "attended_position": int, "attended_attention": float, "attended_part": float}
 _FRAMES = tuple(_TEXTS)
 
 
@@ -215,6 +223,7 @@ def open_scan(folder: str | os.PathLike[str]) -> Scan:
         raise CircuitsError(f"the files in {folder} are not of one scan: make it again")
     for name, frame in frames.items():
         _check_frame(frame, name, folder)
+    frames["examples"] = _with_lists(frames["examples"], folder)
     return Scan(**frames)
 
 
@@ -230,6 +239,33 @@ def _check_frame(frame: pd.DataFrame, name: str, folder: str | os.PathLike[str])
     if missing or other or facts or frame.empty:
         what = ", ".join([*missing, *other, *facts]) or "its rows"
         raise CircuitsError(f"the scan's {Path(folder) / name}.parquet is damaged (look at {what[:80]}): make it again")
+
+
+def _with_lists(examples: pd.DataFrame, folder: str | os.PathLike[str]) -> pd.DataFrame:
+    """Examples whose lists, which Parquet gives back as arrays, with NaN where there is no number, are lists again.
+
+    Raises:
+        CircuitsError: a column is not there, or rows of these columns do not fit each other.
+    """
+    try:
+        lists: dict[str, Any] = {name: [_listed(row, kind) for row in examples[name]] for name, kind in _LISTS.items()}
+        for row in zip(*lists.values(), strict=True):
+            if len({len(values) for values in row}) != 1:
+                raise ValueError("lists of a row are not of one length")
+    except KeyError as error:
+        raise CircuitsError(
+            f"the scan in {folder} does not say what its examples attend to (no column {error}), as those of earlier versions: "
+            "make it again"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise CircuitsError(
+            f"the scan's {Path(folder) / 'examples'}.parquet is damaged (look at attended): make it again"
+        ) from error
+    return examples.assign(**lists)
+
+
+def _listed(row: Any, kind: type) -> list[Any]:
+    return [None if value is None or value != value else kind(value) for value in row]
 
 
 def scan(
@@ -264,7 +300,9 @@ def scan(
         derivative), ``entropy`` of attention (mean, nats), ``distance`` (mean of t - s over attention
         that is not on a window's first token), and the shares ``attention_*`` by kind of source (:data:`SOURCE_KINDS`) and
         ``write_*``, the same of attention weighted by what it moves. ``examples``: head, measure, kind (strongest, most
-        negative, decile), decile, rank, value, ``part`` (the source's), attention, where it is, and the text around both.
+        negative, decile), decile, rank, value, ``part`` (the source's), attention, where it is, the text around both, and as
+        lists the sources attended to most, 5 or fewer: ``attended`` (texts), ``attended_position`` (in the document; None for
+        BOS), ``attended_attention``, and ``attended_part``, of the value: their sizes do not sum to that of a write.
         ``distributions``: head, of (distance, entropy, source, write, logit), bin with its edges ``low`` and ``high``, share.
 
     Raises:
@@ -298,6 +336,7 @@ class _Run:
         n = self.survey.positions
         # In random order: any first few of it are a uniform sample as well.
         self.sample = torch.from_numpy(rng.choice(n, size=min(settings.sample, n), replace=False))
+        self.drawn = min(len(self.sample), _DRAWN * settings.per_decile)  # so many of its first become examples
 
     @cached_property
     def key(self) -> str:
@@ -313,7 +352,7 @@ class _Run:
         if state is not None and state.exists():
             tally = _read_state(state, self.key, tally, n_batches)
         done = int(tally["batches"])
-        meter = _Meter(self.model, self.bins)
+        meter = _Meter(self.model, self.bins, self.settings.examples)
         pending = islice(_batched(iter(self.corpus), a_batch), done, None)
         try:
             for batch in track(pending, "Scanning the corpus", total=n_batches - done):
@@ -340,8 +379,10 @@ class _Run:
             "entropy": torch.zeros(heads, self.bins.n_entropy, dtype=torch.int64, device="cpu"),
             "top": (-torch.inf * signs).expand(-1, heads, s.examples, 3).clone(),
             "top_at": torch.full((len(_ENDS), heads, s.examples, 2), -1, device="cpu"),
+            "top_attended": torch.full((len(_ENDS), heads, s.examples, _ATTENDED, 4), -1.0, device="cpu"),
             "sample": torch.zeros(len(MEASURES), heads, n, 3, dtype=torch.float32, device="cpu"),
             "sample_source": torch.zeros(len(MEASURES), heads, n, dtype=torch.int32, device="cpu"),
+            "sample_attended": torch.zeros(heads, self.drawn, _ATTENDED, 4, dtype=torch.float32, device="cpu"),
             "curvature": torch.zeros(heads, min(s.loss_sample, n), dtype=torch.float32, device="cpu"),
         }
 
@@ -358,32 +399,43 @@ class _Run:
             base, n = int(new["positions"]), len(window.targets)
             slots = ((self.sample >= base) & (self.sample < base + n)).nonzero()[:, 0]
             exact = slots[slots < new["curvature"].shape[1]]
-            found = meter.measure(batch, index, window, self.sample[exact] - base)
+            drawn = slots[slots < self.drawn]
+            found = meter.measure(batch, index, window, self.sample[exact] - base, self.sample[drawn] - base)
             at = self.sample[slots] - base
             new["sample"][:, :, slots] = found.values[:, :, at]
             new["sample_source"][:, :, slots] = found.sources[:, :, at].int()
+            new["sample_attended"][:, drawn] = found.attended
             new["curvature"][:, exact] = found.curvature
             for name in ("loss", "attention", "moved"):
                 new[name] += getattr(found, name)
             new["means"] += torch.stack([*found.values[..., 0], found.linear, found.entropy]).double().sum(-1)
             new["entropy"] += self.bins.entropy_counts(found.entropy)
-            for end, (_, measure, sign, _) in enumerate(_ENDS):
-                _keep_strongest(new["top"][end], new["top_at"][end], found, measure, sign, base)
+            for end in range(len(_ENDS)):
+                _keep_strongest(new["top"][end], new["top_at"][end], new["top_attended"][end], found, end, base)
             new["positions"] += n
         new["batches"] += 1
         return new
 
 
 def _keep_strongest(
-    top: Float[Tensor, "head k 3"], at: Int[Tensor, "head k 2"], found: _Measured, measure: int, sign: float, base: int
+    top: Float[Tensor, "head k 3"],
+    at: Int[Tensor, "head k 2"],
+    attended: Float[Tensor, "head k attended 4"],
+    found: _Measured,
+    end: int,
+    base: int,
 ) -> None:
     """Put what is stronger than the strongest so far in their place."""
-    values, sources = found.values[measure], found.sources[measure]
-    places = torch.arange(base, base + sources.shape[1], device="cpu").expand_as(sources)
-    values, where = torch.cat([top, values], 1), torch.cat([at, torch.stack([places, sources], -1)], 1)
+    _, measure, sign, _ = _ENDS[end]
+    best = found.best[end]
+    sources = found.sources[measure].take_along_dim(best, 1)
+    values = torch.cat([top, found.values[measure].take_along_dim(best.unsqueeze(-1), 1)], 1)
+    where = torch.cat([at, torch.stack([base + best, sources], -1)], 1)
+    rows = torch.cat([attended, found.best_attended[end]], 1)
     chosen = (sign * values[..., 0]).topk(top.shape[1], dim=1).indices.unsqueeze(-1)
     top.copy_(values.take_along_dim(chosen, 1))
     at.copy_(where.take_along_dim(chosen, 1))
+    attended.copy_(rows.take_along_dim(chosen.unsqueeze(-1), 1))
 
 
 def _batched(windows: Iterator[Window], n: int) -> Iterator[list[Window]]:
@@ -394,7 +446,7 @@ def _batched(windows: Iterator[Window], n: int) -> Iterator[list[Window]]:
 # -- the state --------------------------------------------------------------------------------------------------------
 
 # The metadata key by which a file is known as a scan's state; the number changes when a tally means something else.
-_STATE = "ov_circuits.scan.1"
+_STATE = "ov_circuits.scan.2"
 # What the command line keeps of scans that were stopped: a state holds a few numbers for each head and sampled position.
 _MOST_STOPPED, _OLDEST_STOPPED = 20, 30 * 24 * 3600.0
 
@@ -508,6 +560,9 @@ class _LayerMeasured:
     Attributes:
         values: by measure: the value, the attention to its strongest source, and that source's part of it.
         sources: by measure: the strongest source, an index of the window's ids.
+        best: by end (:data:`_ENDS`): the strongest destinations, at most as many as there are examples.
+        best_attended, attended: the sources that these and the drawn destinations attend to most, in order: the source (-1: no
+            more have any attention), attention, and its part by measure.
         linear: the derivative of the loss saved.
         entropy: of attention, nats.
         attention, moved: attention, and attention weighted by what it moves, summed over pairs, by feature.
@@ -515,6 +570,9 @@ class _LayerMeasured:
 
     values: Float[Tensor, "measure head destination 3"]
     sources: Int[Tensor, "measure head destination"]
+    best: Int[Tensor, "end head best"]
+    best_attended: Float[Tensor, "end head best attended 4"]
+    attended: Float[Tensor, "head drawn attended 4"]
     linear: Float[Tensor, "head destination"]
     entropy: Float[Tensor, "head destination"]
     attention: Float[Tensor, "head feature"]
@@ -523,9 +581,9 @@ class _LayerMeasured:
     @staticmethod
     def joined(layers: Sequence[_LayerMeasured]) -> dict[str, Tensor]:
         """Each field of all layers' heads, in the order of their labels."""
-        by_measure = ("values", "sources")
+        later = ("values", "sources", "best", "best_attended")  # heads are not their first axis
         return {
-            field.name: torch.cat([getattr(layer, field.name) for layer in layers], int(field.name in by_measure))
+            field.name: torch.cat([getattr(layer, field.name) for layer in layers], int(field.name in later))
             for field in fields(_LayerMeasured)
         }
 
@@ -555,9 +613,9 @@ class _Weights:
 class _Meter:
     """Measures windows of one model."""
 
-    def __init__(self, model: Model, bins: _Bins) -> None:
+    def __init__(self, model: Model, bins: _Bins, examples: int) -> None:
         source, a = model.source, model.architecture
-        self._model, self._bins = model, bins
+        self._model, self._bins, self._examples = model, bins, examples
         self._weights = [
             _Weights(layer, write_gram(layer.W_O), source.attention_post_norm(layer.index)) for layer in model.layers()
         ]
@@ -568,8 +626,12 @@ class _Meter:
         post = any(weights.post_norm is not None for weights in self._weights)
         self.fields = ("pattern", "attention_input", "z", *(("attention_output",) if post else ()))
 
-    def measure(self, batch: Batch, index: int, window: Window, asked: Int[Tensor, " asked"]) -> _Measured:
-        """A window of a batch; ``asked``: offsets of counted positions at which the loss saved is worked out exactly."""
+    def measure(
+        self, batch: Batch, index: int, window: Window, asked: Int[Tensor, " asked"], drawn: Int[Tensor, " drawn"]
+    ) -> _Measured:
+        """A window of a batch. Offsets of counted positions: ``asked``, at which the loss saved is worked out exactly; ``drawn``,
+        which may become examples of their tenth.
+        """
         counted = slice(window.first, len(window.ids))
         final, logits = batch.final[index, counted], batch.logits[index, counted]
         device = self._model.device
@@ -581,7 +643,7 @@ class _Meter:
         layers, writes = [], []
         for weights, kept in zip(self._weights, batch.layers, strict=True):
             part = {name: tensor[index] for name, tensor in kept.items()}
-            layers.append(self._layer(weights, part, counted, directions, features))
+            layers.append(self._layer(weights, part, counted, directions, features, drawn.to(device)))
             if len(asked):
                 writes.append(self._writes(weights, part, window.first + asked))
         joined = _LayerMeasured.joined(layers)
@@ -612,6 +674,7 @@ class _Meter:
         counted: slice,
         directions: Float[Tensor, "2 destination d_model"],
         features: Float[Tensor, "destination source feature"],
+        drawn: Int[Tensor, " drawn"],
     ) -> _LayerMeasured:
         if weights.post_norm is not None:
             directions = weights.post_norm.read_back(kept["attention_output"][counted], directions)
@@ -627,10 +690,15 @@ class _Meter:
             _with_source(value, by_source, pattern, counted.start)
             for value, by_source in ((write, moved), (logit, parts))
         ]
+        n = min(self._examples, pattern.shape[1])
+        best = torch.stack([(sign * found[measure][0][..., 0]).topk(n).indices for _, measure, sign, _ in _ENDS])
         pairs = features.flatten(0, 1)
         return _LayerMeasured(
             values=torch.stack([values for values, _ in found]),
             sources=torch.stack([sources for _, sources in found]),
+            best=best,
+            best_attended=torch.stack([_attended(pattern, (moved, parts), rows) for rows in best]),
+            attended=_attended(pattern, (moved, parts), drawn.expand(len(pattern), -1)),
             linear=linear,
             entropy=torch.special.entr(pattern).sum(-1),
             attention=pattern.flatten(1) @ pairs,
@@ -688,6 +756,23 @@ def _with_source(
     source = ranked.argmax(-1, keepdim=True)
     attention, part = (tensor.take_along_dim(source, -1).squeeze(-1) for tensor in (pattern, by_source))
     return torch.stack([value, attention, part], -1), source.squeeze(-1)
+
+
+def _attended(
+    pattern: Float[Tensor, "head destination source"],
+    by_source: Sequence[Float[Tensor, "head destination source"]],
+    rows: Int[Tensor, "head row"],
+) -> Float[Tensor, "head row attended 4"]:
+    """The sources that some destinations of each head attend to most: source, attention, and the source's part of each measure."""
+    heads, rows = torch.arange(len(pattern), device=pattern.device)[:, None], rows.to(pattern.device)
+    left, found = pattern[heads, rows], []
+    for _ in range(min(_ATTENDED, left.shape[-1])):
+        found.append(left.argmax(-1, keepdim=True))  # of equal ones the first, which topk does not promise; and faster
+        left.scatter_(-1, found[-1], -1)
+    source = torch.cat(found, -1)
+    chosen = [tensor[heads[..., None], rows[..., None], source] for tensor in (pattern, *by_source)]
+    attended = torch.stack([torch.where(chosen[0] > 0, source, -1).to(pattern.dtype), *chosen], -1)
+    return F.pad(attended, (0, 0, 0, _ATTENDED - source.shape[-1]), value=-1)
 
 
 # -- frames -----------------------------------------------------------------------------------------------------------
@@ -753,8 +838,14 @@ class _Frames:
     def _deciles(self) -> Int[Tensor, "measure head sampled"]:
         """In which tenth, from 0, each sampled value of a head lies."""
         values = self._tally["sample"][..., 0]
-        ranks = values.argsort(dim=-1, stable=True).argsort(dim=-1)
-        return ranks * 10 // values.shape[-1]
+        n = values.shape[-1]
+        # Equal values (a head that writes the same wherever it attends to the first token) are dealt out among their tenths in
+        # turns: were they given in the sample's order, the last tenth would have none of its beginning, which examples are from.
+        turns = (torch.arange(n, device="cpu") % 10).argsort(stable=True)
+        ranks = values[..., turns].argsort(dim=-1, stable=True).argsort(dim=-1)
+        deciles = torch.empty_like(ranks)
+        deciles[..., turns] = ranks * 10 // n
+        return deciles
 
     def _distributions(self) -> pd.DataFrame:
         import pandas as pd
@@ -787,35 +878,43 @@ class _Frames:
 
         rows = [*self._strongest(), *self._by_decile()]
         rows.sort(key=lambda row: row[0])  # by head; within one, in the order they came
-        places = self._windows({row[-2] for row in rows})
+        places = self._windows({row[-3] for row in rows})
         records = []
-        for head, measure, kind, decile, rank, (value, attention, part), place, source in rows:
-            shown = self._shown(*places[place], source)
+        for head, measure, kind, decile, rank, (value, attention, part), place, source, attended in rows:
+            shown = self._shown(*places[place], source) | self._sources(places[place][0], attended, measure)
             numbers = {"decile": decile, "rank": rank, "value": value, "part": part, "attention": attention}
             records.append({"head": self._labels[head], "measure": measure, "kind": kind, **numbers, **shown})
         frame = pd.DataFrame(records)
         return frame.astype({"decile": "Int64", "source_position": "Int64"})
 
     def _strongest(self) -> Iterator[tuple[Any, ...]]:
-        """(head, measure, kind, decile, rank, (value, attention, part), place, source)."""
+        """(head, measure, kind, decile, rank, (value, attention, part), place, source, attended)."""
         for end, (measure, _, _, kind) in enumerate(_ENDS):
-            tops, places = self._tally["top"][end].tolist(), self._tally["top_at"][end].tolist()
-            for head, (values, at) in enumerate(zip(tops, places, strict=True)):
-                for rank, (numbers, (place, source)) in enumerate(zip(values, at, strict=True), 1):
+            kept = [self._tally[name][end].tolist() for name in ("top", "top_at", "top_attended")]
+            for head, (values, at, attended) in enumerate(zip(*kept, strict=True)):
+                for rank, (numbers, (place, source), sources) in enumerate(zip(values, at, attended, strict=True), 1):
                     if place >= 0:  # fewer positions than examples leave some unfilled
-                        yield head, measure, kind, None, rank, numbers, place, source
+                        yield head, measure, kind, None, rank, numbers, place, source, sources
 
     def _by_decile(self) -> Iterator[tuple[Any, ...]]:
         """The first of the sample in each tenth: its order is random."""
-        places, per = self._run.sample.tolist(), self._run.settings.per_decile
+        places, t = self._run.sample.tolist(), self._tally
         for m, measure in enumerate(MEASURES):
             for head in range(len(self._labels)):
-                for decile in range(10):
-                    chosen = (self._decile[m, head] == decile).nonzero()[:per, 0].tolist()
-                    for rank, slot in enumerate(chosen, 1):
-                        numbers = self._tally["sample"][m, head, slot].tolist()
-                        source = int(self._tally["sample_source"][m, head, slot])
-                        yield head, measure, "decile", decile + 1, rank, numbers, places[slot], source
+                ranked = self._first_of_tenths(self._decile[m, head, : self._run.drawn].tolist())
+                slots = torch.tensor([slot for _, _, slot in ranked], device="cpu")
+                kept = (t["sample"][m, head], t["sample_source"][m, head], t["sample_attended"][head])
+                rows = zip(*(tensor[slots].tolist() for tensor in kept), strict=True)
+                for (decile, rank, slot), (numbers, source, attended) in zip(ranked, rows, strict=True):
+                    yield head, measure, "decile", decile, rank, numbers, places[slot], source, attended
+
+    def _first_of_tenths(self, deciles: list[int]) -> list[tuple[int, int, int]]:
+        """(decile from 1, rank from 1, slot), in this order, of the first slots in each tenth."""
+        slots: list[list[int]] = [[] for _ in range(10)]
+        for slot, decile in enumerate(deciles):
+            slots[decile].append(slot)
+        per = self._run.settings.per_decile
+        return [(k, rank, slot) for k, found in enumerate(slots, 1) for rank, slot in enumerate(found[:per], 1)]
 
     def _windows(self, places: set[int]) -> dict[int, tuple[Window, int]]:
         """Where places are, read out of the corpus again: a window, and the index of its ids."""
@@ -843,11 +942,23 @@ class _Frames:
             "source_after": self._text(ids[s + 1 : s + 1 + _AROUND_SOURCE]),
         }
 
+    def _sources(self, window: Window, attended: list[list[float]], measure: str) -> dict[str, list[Any]]:
+        """The sources that an example attends to most, with their parts of its measure."""
+        rows = [(int(source), attention, parts) for source, attention, *parts in attended if source >= 0]
+        return {
+            "attended": [self._token(window.ids[source]) for source, _, _ in rows],
+            "attended_position": [window.position(source) for source, _, _ in rows],
+            "attended_attention": [attention for _, attention, _ in rows],
+            "attended_part": [parts[MEASURES.index(measure)] for _, _, parts in rows],
+        }
+
     def _text(self, ids: Sequence[int]) -> str:
-        for token in ids:
-            if token not in self._texts:
-                self._texts[token] = token_text(self._model, token)
-        return "".join(self._texts[token] for token in ids)
+        return "".join(map(self._token, ids))
+
+    def _token(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = token_text(self._model, token)
+        return self._texts[token]
 
 
 def _shares(sums: Float[Tensor, "head bin"]) -> Float[Tensor, "head bin"]:
