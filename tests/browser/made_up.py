@@ -294,6 +294,9 @@ def make_examples(rng: np.random.Generator, n_layers: int, n_heads: int, tokens:
             "before": f"so says {left}{source}{right}" if near else "so says the text",
             "destination": destination,
             "after": " and goes on",
+            "attended": [[source, 0.4, 1.0, 2], [destination, 0.3, -0.25, 0], [left, 0.05, 0.004, None]]
+            if near
+            else [[destination, 0.6, 0.5, 0], [right, 0.2, 0.1, 39]],
         }
 
     numbers = {

@@ -730,18 +730,42 @@ def test_a_destination_token_is_decomposed_by_head_and_source(tab, pages):
     assert float(page.inner_text(".received tbody td >> nth=2")) == pytest.approx(moved[order[0], 2], abs=0.06)
 
 
+PLACES = {0: "the destination itself", None: "before the text"}
+PARTS = {1.0: "1.00", -0.25: "−0.25", 0.004: "0.004", 0.5: "0.50", 0.1: "0.10"}
+
+
 def test_a_card_shows_a_texts_examples(tab, pages):
     page = tab().open(pages(tokens=[" in", " the", " house", " cat"], sets=False), "#1.2")
-    page.wait_for_selector(".examples li")
+    page.wait_for_selector(".examples > li")
     made = make_payload(tokens=[" in", " the", " house", " cat"], sets=False)["examples"]["heads"]["1.2"]["examples"]
-    lines = page.locator(".examples li")
+    lines = page.locator(".examples > li")
     assert lines.count() == 3
     for k, example in enumerate(made[:3]):
-        text = page.locator(".examples li").nth(k).locator(".example-text > .prose")
+        text = page.locator(".examples > li").nth(k).locator(".example-text > .prose")
         assert text.text_content() == example["before"] + example["destination"] + example["after"]
         assert text.locator("mark.destination").text_content() == example["destination"]
     assert lines.nth(2).locator(".example-source mark.source").text_content() == made[2]["source"]
     assert "50 back" in lines.nth(2).inner_text()
+    for k, example in enumerate(made[:3]):
+        # Where the source that has most of the value is not among those attended to most, it stands behind them.
+        attended = example["attended"] if k < 2 else [*example["attended"], [example["source"], 0.4, 1.0, 50]]
+        chips = lines.nth(k).locator(".attended li")
+        assert chips.locator(".token").all_text_contents() == [text.replace(" ", "·") for text, *_ in attended]
+        shown = [line.rsplit(None, 2)[-2:] for line in chips.locator(".num").all_text_contents()]
+        assert shown == [[f"{100 * a:.0f}", "%"] for _, a, *_ in attended] + ([["25", "%"]] if k < 2 else [])
+        assert ("elsewhere" in lines.nth(k).inner_text()) == (k < 2)
+        parts = chips.locator(".visually-hidden").all_text_contents()
+        assert parts == [f", {PLACES.get(back, f'{back} back')}, part {PARTS[part]}" for _, _, part, back in attended]
+        assert lines.nth(k).locator(".attended .source .token").text_content() == example["source"].replace(" ", "·")
+    tints = [
+        lines.nth(0).locator(".attended .token").nth(n).evaluate("chip => getComputedStyle(chip).backgroundColor")
+        for n in range(3)
+    ]
+    assert len(set(tints)) == 3  # by attention
+    page.click("#theme")
+    assert tints[0] != lines.nth(0).locator(".attended .token").nth(0).evaluate(
+        "chip => getComputedStyle(chip).backgroundColor"
+    )
     page.click("text=By tenths of the write")
     assert lines.count() == 10
     assert "+0.0123 ± 0.0004" in page.inner_text(".means")

@@ -3,7 +3,7 @@ const MOVED_KINDS = {
 };
 
 /** What a card shows of a text: examples with their source and destination, and where the head attends. */
-function examplesSection({ label, examples }) {
+function examplesSection({ label, examples, charts }) {
   const own = examples?.heads[label];
   if (!own) return null;
   const { facts } = examples;
@@ -15,14 +15,19 @@ function examplesSection({ label, examples }) {
   const tabs = h('div.segmented.wraps', { role: 'group', 'aria-label': 'Which examples' }, lists.map(({ title, rows }) => h('button', {
     type: 'button', onclick: (event) => draw(rows, event.currentTarget),
   }, title)));
+  let chosen = null;
   function draw(rows, button) {
+    chosen = [rows, button];
     for (const other of tabs.children) other.setAttribute('aria-pressed', String(other === button));
     place.replaceChildren(...rows.map(exampleRow));
   }
-  if (lists.length) draw(lists[0].rows, tabs.firstChild);
+  if (lists.length) {
+    draw(lists[0].rows, tabs.firstChild);
+    charts.push(() => draw(...chosen));
+  }
   const { numbers } = own;
   return section('On a text', [`${wholeNumber(facts.positions)} positions of ${facts.corpus}. `, 'In each line the head reads the ',
-    h('mark.source', {}, 'source'), ' that it takes most from and writes at the ', h('mark.destination', {}, 'destination'), '.'],
+    h('mark.source', {}, 'source'), ' that it takes most from and writes at the ', h('mark.destination', {}, 'destination'), '; below stands what it attends to most.'],
   tabs, place,
   h('div.behaviour', {},
     barList('Attention by distance', 'how many tokens back', own.distance.map(([bin, share]) => ({ name: bin.replace('-', '–'), parts: [share] }))),
@@ -76,15 +81,30 @@ function exampleRow(row) {
   const inside = placeInside(row);
   // A line begins with a word: the space before it would stand out of line.
   const head = (text) => prose(text.replace(/^ /, ''));
-  return h('li', {},
+  return h('li.example', {},
     h('span.example-value', {}, row.kind === 'decile' ? h('span.soft', {}, `${row.decile} `) : null, value),
     h('div.example-text', {},
       inside === null && row.source_position !== row.position
         ? h('div.example-source', {}, h('bdi.prose', { dir: 'ltr' }, '… ', head(row.source_before), markedToken('source', row.source), prose(row.source_after), ' …'),
           h('span.soft.nowrap', {}, ` ${row.position - row.source_position} back`)) : null,
       h('bdi.prose', { dir: 'ltr' }, destination(inside === null ? head(row.before)
-        : [head(row.before.slice(0, inside)), markedToken('source', row.source), prose(row.before.slice(inside + row.source.length))]))),
-    h('span.soft.num.example-attention', { title: 'attention to the source' }, `attention ${format(row.attention)}`));
+        : [head(row.before.slice(0, inside)), markedToken('source', row.source), prose(row.before.slice(inside + row.source.length))])),
+      attendedTokens(row)));
+}
+
+/** Where the destination attends: the sources with most of it, the one marked in the text among them, and what is left. */
+function attendedTokens(row) {
+  const toSource = row.source_position === null ? null : row.position - row.source_position;
+  const tokens = row.attended.some(([, , , back]) => back === toSource) ? row.attended
+    : [...row.attended, [row.source, row.attention, row.part, toSource]];
+  const scale = makeScale(0, 1, false);
+  const left = Math.max(0, 1 - tokens.reduce((sum, [, attention]) => sum + attention, 0));
+  return h('ul.attended', { 'aria-label': 'Attends to' }, tokens.map(([text, attention, part, back]) => {
+    const place = back === null ? 'before the text' : back === 0 ? 'the destination itself' : `${back} back`;
+    const told = `${place}, part ${format(part, { sign: row.measure === 'logit' })}`;
+    return h(back === toSource ? 'li.source' : 'li', { title: `${tokenText(text)}: ${told}` },
+      tokenChip(text, { tint: scale.at(attention), title: '' }), ' ', h('span.num', {}, percent(attention)), h('span.visually-hidden', {}, `, ${told}`));
+  }), left >= 0.01 ? h('li', {}, 'elsewhere ', h('span.num', {}, percent(left))) : null);
 }
 
 const TOKENS_BEFORE = 16;
