@@ -174,18 +174,8 @@ _TEXTS = {
 }
 _NUMBERS = {
     "heads": (
-        *(
-            "layer",
-            "index",
-            "write",
-            "logit",
-            "loss_saved",
-            "loss_saved_se",
-            "loss_saved_linear",
-            "entropy",
-            "distance",
-        ),
-        *(f"{of}_{kind}" for of in ("attention", "write") for kind in SOURCE_KINDS),
+        *("layer", "index", "write", "logit", "loss_saved", "loss_saved_se", "loss_saved_linear", "entropy"),
+        *("distance", *(f"{of}_{kind}" for of in ("attention", "write") for kind in SOURCE_KINDS)),
     ),
     "examples": ("decile", "rank", "value", "part", "attention", "document", "position", "source_position"),
     "distributions": ("low", "high", "share"),
