@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ov_circuits.errors import CircuitsError
+
+# Temporary files that are not yet renamed or taken away, and the process whose they are: a fork must leave them alone.
+_unfinished: dict[Path, int] = {}
 
 
 @contextmanager
@@ -34,6 +38,7 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise _refused(target, error) from error
     # Its name is known before it is there: a signal may come at any time, and it is to be taken away.
     temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{target.suffix}")
+    _unfinished[temporary] = os.getpid()
     try:
         try:
             temporary.touch(0o600, exist_ok=False)
@@ -53,6 +58,16 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise CircuitsError(str(error).replace(str(temporary), str(target))) from error.__cause__ or error
     finally:
         temporary.unlink(missing_ok=True)
+        del _unfinished[temporary]
+
+
+@atexit.register
+def _take_away_the_rest() -> None:
+    """What is there still since a signal broke off the taking away itself, when an error and a signal came together."""
+    for temporary, process in list(_unfinished.items()):
+        if process == os.getpid():
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def _refused(target: str | os.PathLike[str], error: OSError | ValueError) -> CircuitsError:

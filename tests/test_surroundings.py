@@ -20,10 +20,11 @@ from ov_circuits.files import atomic_path
 from ov_circuits.trace.engines import _blame_config
 
 _MODULE = [sys.executable, "-m", "ov_circuits"]
+_ROOT = str(Path(ov.__file__).parents[1])
 
 
 def process(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
-    where = os.environ | {"PYTHONPATH": str(Path(ov.__file__).parents[1])} | more.pop("env", {})
+    where = os.environ | {"PYTHONPATH": _ROOT} | more.pop("env", {})
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "check": False, "timeout": 240}
     return subprocess.run([*_MODULE, *map(str, arguments)], env=where, **options | more)
 
@@ -185,7 +186,7 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     command = f'cd "{gone}" && rmdir "{gone}" && exec "{sys.executable}" -m ov_circuits heads'
-    environment = os.environ | {"PYTHONPATH": str(Path(ov.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": _ROOT}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2 and "working directory" in one_sentence(done.stderr)
 
@@ -267,3 +268,29 @@ def test_a_stop_at_the_very_moment_a_temporary_file_is_made_leaves_none(tmp_path
     with pytest.raises(SystemExit), atomic_path(tmp_path / "table.csv"):
         pytest.fail("never here")
     assert not list(tmp_path.iterdir())
+
+
+INTERRUPTED = """
+import atexit, os, pathlib, sys
+from ov_circuits.files import atomic_path
+unlink, parent = pathlib.Path.unlink, os.getpid()
+def interrupted(self, missing_ok=False):
+    pathlib.Path.unlink = unlink
+    raise SystemExit(143)
+with atomic_path(sys.argv[1]) as temporary:
+    if os.fork() == 0:
+        atexit._run_exitfuncs()  # its end takes nothing away that is another's
+        os._exit(0)
+    os.wait()
+    assert temporary.exists()
+    pathlib.Path.unlink = interrupted
+    raise RuntimeError("an error")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork there")
+def test_a_signal_that_breaks_off_the_taking_away_leaves_no_file(tmp_path):
+    """As of a rank whose neighbour dies: its connection breaks, and torchrun's SIGTERM comes while it ends for that."""
+    script = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "out.csv")]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": _ROOT})
+    assert done.returncode == 143 and not list(tmp_path.iterdir()), done.stderr
