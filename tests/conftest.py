@@ -6,6 +6,7 @@ Every annotation in ov_circuits is checked while the tests run: the jaxtyping ho
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,6 +36,15 @@ REAL_MODELS = ("gpt2-small-attention", "stories260k", "gpt-nano-sort", "tiny-gpt
 RUNNABLE_MODELS = tuple(name for name in REAL_MODELS if name != "gpt2-small-attention")
 
 # -- real checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heard_signals() -> None:
+    """Programs that tests start hear what stops them, also where the tests run under nohup or in a shell's background."""
+    for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

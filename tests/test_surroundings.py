@@ -96,7 +96,6 @@ def slow(self, *args, **kwargs):  # the second signal comes while the first one'
 
 from pathlib import Path
 unlink = Path.unlink
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where the tests themselves run under nohup
 sys.argv = ["ov-circuits", "heads", {model!r}, "-o", {output!r}]
 with patch("ov_circuits.scores.board.Board.computed", stop), patch("pathlib.Path.unlink", slow):
     entry.main()
