@@ -196,7 +196,9 @@ def haar_corner(r: int, d: int, samples: int, rng: np.random.Generator) -> Float
     return Q[:, :r] * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
 
-def eigenvalue_copying_null(singular_values: Float[Tensor, "*head r"], d: int, samples: int = 4, seed: int = 0) -> Null:
+def eigenvalue_copying_null(
+    singular_values: Float[Tensor, "*head r"], d: int, samples: int | None = None, seed: int = 0
+) -> Null:
     """sum(lambda) / sum(|lambda|) of U diag(S) V^T for the given S and independent Haar rotations U, V of R^d.
 
     The non-zero eigenvalues are those of diag(S) C with C = V^T U, the r x r corner of a Haar rotation. The numerator
@@ -208,10 +210,12 @@ def eigenvalue_copying_null(singular_values: Float[Tensor, "*head r"], d: int, s
     Args:
         singular_values: of each matrix; heads are leading dimensions.
         d: the dimension of the rotations (d_model, or the vocabulary for full circuits).
-        samples: corners drawn, the same for all heads.
+        samples: corners drawn, the same for all heads; by default two at least, and more for small heads, whose denominators
+            vary more.
         seed: of the generator.
     """
     S = singular_values.double()
+    samples = samples or max(2, 128 // S.shape[-1])
     rng = np.random.default_rng(seed)
     total = S.new_zeros(S.shape[:-1])
     finite = S.isfinite().all(-1, keepdim=True)

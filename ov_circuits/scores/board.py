@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ov_circuits.errors import CircuitsError
-from ov_circuits.linalg.lowrank import LowRank, Sandwich
+from ov_circuits.linalg.lowrank import LowRank, Sandwich, Spectrum
 from ov_circuits.linalg.memory import give_back
 from ov_circuits.linalg.nulls import Null, eigenvalue_copying_null
 from ov_circuits.linalg.threads import side_by_side
@@ -100,11 +100,35 @@ class Score:
 
 
 def _residual_copying_null(circuits: LayerCircuits, seed: int) -> Null:
-    """Of eigenvalue copying in residual space; the smaller the head, the more draws its denominator needs."""
-    S = circuits.ov.singular_values
-    return eigenvalue_copying_null(S, circuits.weights.W_O.shape[-1], samples=max(2, 128 // S.shape[-1]), seed=seed)
+    """Of eigenvalue copying in residual space."""
+    return eigenvalue_copying_null(circuits.ov.singular_values, circuits.weights.W_O.shape[-1], seed=seed)
 
 
+def _of_spectrum(
+    name: str, matrix: str, circuit: Callable[[Circuits], Spectrum], *notes: str, scale: str = "", **more: Any
+) -> Iterator[Score]:
+    """Norms and effective ranks of one of a head's circuits, with a note each; norms need no singular values if asked alone."""
+    numbers: dict[str, tuple[str, Callable[[Spectrum], Tensor]]] = {
+        "Frobenius norm": (f"‖{matrix}‖_F{scale}", lambda m: m.frobenius_norm),
+        "spectral norm": (f"‖{matrix}‖_2{scale}", lambda m: m.spectral_norm),
+        "stable rank": ("‖M‖_F² / ‖M‖_2²", lambda m: spectra.stable_rank(m.singular_values)),
+        "participation ratio": ("(Σ s²)² / Σ s⁴", lambda m: spectra.participation_ratio(m.singular_values)),
+        "entropy rank": (
+            "Roy & Vetterli 2007, The effective rank",
+            lambda m: spectra.entropy_rank(m.singular_values),
+        ),
+    }
+    for (kind, (source, number)), note in zip(numbers.items(), notes, strict=True):
+        label = f"{name} {kind}"
+        key = label.lower().replace(" ", "_")
+        yield Score(key, label, f"{name} spectrum", source, note, _of(circuit, number), **more)
+
+
+def _of(circuit: Callable[[Circuits], Spectrum], number: Callable[[Spectrum], Tensor]) -> Callable[[Circuits], Tensor]:
+    return lambda circuits: number(circuit(circuits))
+
+
+_ONE_OFFSET = "For rotary models at offset 0, one of many."
 _NORMAL = "OV is not normal: a large eigenvalue need not mean a large effect, and the score does not say which tokens."
 
 SCORES: dict[str, Score] = {
@@ -134,135 +158,36 @@ SCORES: dict[str, Score] = {
             diverging=True,
             range=(-1.0, 1.0),
         ),
-        Score(
-            "ov_frobenius_norm",
-            "OV Frobenius norm",
-            "OV spectrum",
-            "‖W_V W_O‖_F",
+        *_of_spectrum(
+            "OV",
+            "W_V W_O",
+            lambda c: c.ov,
             "Size of what the head can move through the residual stream, in the result's weight view.",
-            lambda c: c.ov.frobenius_norm,
-        ),
-        Score(
-            "ov_spectral_norm",
-            "OV spectral norm",
-            "OV spectrum",
-            "‖W_V W_O‖_2",
             "The largest singular value of W_V W_O.",
-            lambda c: c.ov.spectral_norm,
-        ),
-        Score(
-            "ov_stable_rank",
-            "OV stable rank",
-            "OV spectrum",
-            "‖M‖_F² / ‖M‖_2²",
             "Between 1 and d_head: how many directions carry W_V W_O.",
-            lambda c: spectra.stable_rank(c.ov.singular_values),
-        ),
-        Score(
-            "ov_participation_ratio",
-            "OV participation ratio",
-            "OV spectrum",
-            "(Σ s²)² / Σ s⁴",
             "Between 1 and d_head: how many directions share the energy of W_V W_O.",
-            lambda c: spectra.participation_ratio(c.ov.singular_values),
-        ),
-        Score(
-            "ov_entropy_rank",
-            "OV entropy rank",
-            "OV spectrum",
-            "Roy & Vetterli 2007, The effective rank",
             "exp of the entropy of the normalised singular values; between 1 and d_head.",
-            lambda c: spectra.entropy_rank(c.ov.singular_values),
         ),
-        Score(
-            "full_ov_frobenius_norm",
-            "Full OV Frobenius norm",
-            "Full OV spectrum",
-            "‖W_E W_V W_O W_U‖_F",
+        *_of_spectrum(
+            "Full OV",
+            "W_E W_V W_O W_U",
+            lambda c: c.full_ov,
             "Over the whole vocabulary, exact, from the Gram matrices of W_E and W_U.",
-            lambda c: c.full_ov.frobenius_norm,
-            null="rotation",
-            needs_embeddings=True,
-        ),
-        Score(
-            "full_ov_spectral_norm",
-            "Full OV spectral norm",
-            "Full OV spectrum",
-            "‖W_E W_V W_O W_U‖_2",
             "The largest singular value over the whole vocabulary.",
-            lambda c: c.full_ov.spectral_norm,
-            null="rotation",
-            needs_embeddings=True,
-        ),
-        Score(
-            "full_ov_stable_rank",
-            "Full OV stable rank",
-            "Full OV spectrum",
-            "‖M‖_F² / ‖M‖_2²",
             "Between 1 and d_head. Values near 1 often mean that one direction all tokens share dominates.",
-            lambda c: spectra.stable_rank(c.full_ov.singular_values),
-            null="rotation",
-            needs_embeddings=True,
-        ),
-        Score(
-            "full_ov_participation_ratio",
-            "Full OV participation ratio",
-            "Full OV spectrum",
-            "(Σ s²)² / Σ s⁴",
             "Between 1 and d_head: how many directions share the energy over the whole vocabulary.",
-            lambda c: spectra.participation_ratio(c.full_ov.singular_values),
-            null="rotation",
-            needs_embeddings=True,
-        ),
-        Score(
-            "full_ov_entropy_rank",
-            "Full OV entropy rank",
-            "Full OV spectrum",
-            "Roy & Vetterli 2007, The effective rank",
             "exp of the entropy of the normalised singular values over the whole vocabulary; between 1 and d_head.",
-            lambda c: spectra.entropy_rank(c.full_ov.singular_values),
             null="rotation",
             needs_embeddings=True,
         ),
-        Score(
-            "qk_frobenius_norm",
-            "QK Frobenius norm",
-            "QK spectrum",
-            "‖W_Q W_Kᵀ‖_F · score scale",
-            "Times 1/√d_head. For rotary models at offset 0, one of many.",
-            lambda c: c.qk.frobenius_norm,
-        ),
-        Score(
-            "qk_spectral_norm",
-            "QK spectral norm",
-            "QK spectrum",
-            "‖W_Q W_Kᵀ‖_2 · score scale",
-            "The largest singular value, times 1/√d_head. For rotary models at offset 0, one of many.",
-            lambda c: c.qk.spectral_norm,
-        ),
-        Score(
-            "qk_stable_rank",
-            "QK stable rank",
-            "QK spectrum",
-            "‖M‖_F² / ‖M‖_2²",
-            "Between 1 and d_head. For rotary models at offset 0, one of many.",
-            lambda c: spectra.stable_rank(c.qk.singular_values),
-        ),
-        Score(
-            "qk_participation_ratio",
-            "QK participation ratio",
-            "QK spectrum",
-            "(Σ s²)² / Σ s⁴",
-            "Between 1 and d_head. For rotary models at offset 0, one of many.",
-            lambda c: spectra.participation_ratio(c.qk.singular_values),
-        ),
-        Score(
-            "qk_entropy_rank",
-            "QK entropy rank",
-            "QK spectrum",
-            "Roy & Vetterli 2007, The effective rank",
-            "Between 1 and d_head. For rotary models at offset 0, one of many.",
-            lambda c: spectra.entropy_rank(c.qk.singular_values),
+        *_of_spectrum(
+            "QK",
+            "W_Q W_Kᵀ",
+            lambda c: c.qk,
+            f"Times 1/√d_head. {_ONE_OFFSET}",
+            f"The largest singular value, times 1/√d_head. {_ONE_OFFSET}",
+            *[f"Between 1 and d_head. {_ONE_OFFSET}"] * 3,
+            scale=" · score scale",
         ),
         Score(
             "value_bias_norm",

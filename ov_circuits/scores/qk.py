@@ -142,8 +142,7 @@ def _by_chance(draws: Draws, layer: Layer, qk: LowRank) -> dict[str, Null]:
         name: chance.null("factors", lambda c, of=of: of(c.qk.singular_values), odd=False)  # type: ignore[misc]
         for name, of in _OF_SINGULAR_VALUES.items()
     }
-    samples = max(2, 128 // S.shape[-1])
-    found["qk_eigen_matching"] = eigenvalue_copying_null(S, layer.W_O.shape[-1], samples, draws.seed)
+    found["qk_eigen_matching"] = eigenvalue_copying_null(S, layer.W_O.shape[-1], seed=draws.seed)
     return found
 
 
