@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ _SHOWN_SCORES = (
 )
 _PATH_NUMBERS = ("value", "null_mean", "z", "z_paired")
 _SHOWN_TOKENS = 3
-_SHOWN_LEFT_OUT = 4
+_NAMED = 4  # scores of which the same is said; more are counted
 _PIPE_WIDTH = 160
 
 
@@ -270,15 +270,21 @@ def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, 
 
 def _say_what_scores_are(frame: pd.DataFrame, names: Sequence[str] | None) -> None:
     """Where the named scores come from, which weights are not finite, and what was left out and why."""
-    said = dict.fromkeys(frame.attrs["sources"][name] for name in names or () if name in frame.attrs["sources"])
-    for sentence in (*said, *frame.attrs["notes"]):
+    sources = frame.attrs["sources"]
+    _note_each({name: sources[name] for name in names or () if name in sources})
+    for sentence in frame.attrs["notes"]:
         note(sentence)
-    why: dict[str, list[str]] = {}
-    for key, reason in frame.attrs["left_out"].items():
-        why.setdefault(reason, []).append(key)
-    for reason, keys in why.items():
-        shown = ", ".join(keys) if len(keys) <= _SHOWN_LEFT_OUT else f"{len(keys)} scores, {keys[0]} among them"
-        note(f"left out {shown}: {reason}")
+    _note_each(frame.attrs["left_out"], "left out ")
+
+
+def _note_each(said: Mapping[str, str], before: str = "") -> None:
+    """What is said of scores, once for all of which the same is said."""
+    alike: dict[str, list[str]] = {}
+    for key, sentence in said.items():
+        alike.setdefault(sentence, []).append(key)
+    for sentence, keys in alike.items():
+        shown = ", ".join(keys) if len(keys) <= _NAMED else f"{len(keys)} scores, {keys[0]} among them"
+        note(f"{before}{shown}: {sentence}")
 
 
 def print_behaviours(frame: pd.DataFrame, model: Model, sort: str | None) -> None:

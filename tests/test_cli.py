@@ -621,6 +621,14 @@ def test_heads_gives_chosen_scores_over_the_vocabulary_with_their_source(stories
     assert "rank copying 5 z" in squeezed(run("heads", stories260k, "--scores", "rank_copying_5").stdout)
 
 
+def test_heads_says_of_each_named_score_where_it_comes_from(stories260k):
+    done = run("heads", stories260k, "--scores", "ov_frobenius_norm,rank_copying_1,rank_copying_5")
+    first, second = done.stderr.splitlines()
+    assert first == "ov_frobenius_norm: ‖W_V W_O‖_F"
+    assert second.startswith("rank_copying_1, rank_copying_5: rank of a token in its own row")
+    assert ", source embedding embed of ranks" in done.stdout
+
+
 def test_heads_all_is_every_score_the_checkpoint_allows(stories260k, tmp_path):
     run("heads", stories260k, "--scores", "all", "-o", tmp_path / "all.parquet")
     frame = pd.read_parquet(tmp_path / "all.parquet")
