@@ -898,10 +898,12 @@ def through(norm, at, write):
 @pytest.mark.parametrize(
     ("variant", "reach"), [("gemma2", 4), ("olmo2", 5), ("mistral", 4), ("gpt2", 5), ("cohere", 5)]
 )
-def test_every_familys_attended_sources(variant, reach, tmp_path):
-    """Parts of the logit are the ledger's, through norms after attention too; beyond a sliding window nothing is attended to."""
-    tiny(variant).save_pretrained(tmp_path)
-    model = ov.load(tmp_path, view="raw")
+def test_every_familys_attended_sources(variant, reach):
+    """Parts of the logit are the ledger's, through norms after attention too; beyond a sliding window nothing is attended to.
+
+    In float64: a float32 forward pass of these random models is 1.4e-6 of attention away from it, in transformers too.
+    """
+    model = ov.load(tiny(variant).double(), view="raw")
     (doc,) = documents(9, lengths=(12,))
     examples = ov.scan(model, [doc], window=12, bos=False, settings=EVERYTHING).examples
     trace = model.trace(doc, bos=False)
@@ -923,7 +925,7 @@ def test_every_familys_attended_sources(variant, reach, tmp_path):
         else:
             values = accounts[t][accounts[t]["head"] == row["head"]].set_index("source")["value"]
             right = [values[s] for s in row["attended_position"]]
-        assert row["attended_part"] == pytest.approx(right, rel=1e-3, abs=1e-5)
+        assert row["attended_part"] == pytest.approx(right, rel=2e-6, abs=1e-6)
     assert min(longest.values()) == reach
 
 
