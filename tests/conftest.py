@@ -11,6 +11,8 @@ import signal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# One thread, here and in every program that a test starts: its last digits are then the same, and two workers take two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook
 
@@ -25,12 +27,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1)
 
 REAL_MODELS = ("gpt2-small-attention", "stories260k", "gpt-nano-sort", "tiny-gpt2-char")
 RUNNABLE_MODELS = tuple(name for name in REAL_MODELS if name != "gpt2-small-attention")
@@ -373,6 +373,20 @@ def assert_close() -> Callable[..., None]:
         assert error <= tolerance, f"deviates by {error:.2e} of the largest entry, allowed {tolerance:.0e}"
 
     return check
+
+
+def assert_same_table(ours: Any, right: Any, tolerance: float = 1e-9) -> None:
+    """Row for row; Gram matrices are summed up in another order, so numbers agree to rounding.
+
+    A z is a difference, in standard deviations: near zero it keeps the rounding of what was subtracted.
+    """
+    assert list(ours.columns) == list(right.columns)
+    for name in right.columns:
+        if right[name].dtype.kind == "f":
+            least = tolerance if name.endswith("_z") else tolerance / 100
+            np.testing.assert_allclose(ours[name], right[name], rtol=tolerance, atol=least, err_msg=name)
+        else:
+            assert [list(x) if isinstance(x, np.ndarray) else x for x in ours[name]] == list(right[name]), name
 
 
 # -- models of the field's own libraries ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import assert_same_table
 from torchrun import torchrun
 
 import ov_circuits as ov
@@ -21,20 +22,6 @@ from ov_circuits.scores.pieces import pieces
 SCRIPT = Path(__file__).with_name("distributed_script.py")
 
 
-def assert_equal(ours: pd.DataFrame, right: pd.DataFrame, tolerance: float = 1e-9) -> None:
-    """Row for row; Gram matrices are summed up in another order, so numbers agree to rounding.
-
-    A z is a difference, in standard deviations: near zero it keeps the rounding of what was subtracted.
-    """
-    assert list(ours.columns) == list(right.columns)
-    for name in right.columns:
-        if right[name].dtype.kind == "f":
-            least = tolerance if name.endswith("_z") else tolerance / 100
-            np.testing.assert_allclose(ours[name], right[name], rtol=tolerance, atol=least, err_msg=name)
-        else:
-            assert [list(x) if isinstance(x, np.ndarray) else x for x in ours[name]] == list(right[name]), name
-
-
 # 2 layers of 4 heads on 2: two ranks share layers, three divide nothing, four share the heads inside of layers.
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_many_processes_make_the_table_of_one(tiny_folders: Callable[[str], Path], tmp_path: Path, n: int) -> None:
@@ -42,8 +29,8 @@ def test_many_processes_make_the_table_of_one(tiny_folders: Callable[[str], Path
     model = ov.load(folder)
     done = torchrun(n, str(SCRIPT), str(folder), str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert_equal(pd.read_parquet(tmp_path / "whole.parquet"), ov.scoreboard(model))
-    assert_equal(pd.read_parquet(tmp_path / "mesh.parquet"), ov.scoreboard(model, "all"))
+    assert_same_table(pd.read_parquet(tmp_path / "whole.parquet"), ov.scoreboard(model))
+    assert_same_table(pd.read_parquet(tmp_path / "mesh.parquet"), ov.scoreboard(model, "all"))
     assert not (tmp_path / ".heads.parquet.parts").exists()
 
     # Each number of attention weights is read by one rank: W_Q and W_O by whose heads they are, W_K and W_V by whose groups.
@@ -68,7 +55,7 @@ def test_the_command_prints_and_writes_once(tiny_folders: Callable[[str], Path],
     done = torchrun(2, "-m", "ov_circuits", "heads", str(folder), "-o", str(target), "--json")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["rows"]) == len(ov.load(folder).head_labels)
-    assert_equal(pd.read_parquet(target), ov.scoreboard(ov.load(folder)))
+    assert_same_table(pd.read_parquet(target), ov.scoreboard(ov.load(folder)))
     assert [file.name for file in tmp_path.iterdir()] == ["heads.parquet"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributed import assert_equal
+from conftest import assert_same_table
 
 import ov_circuits as ov
 from ov_circuits import source as source_module
@@ -76,7 +76,7 @@ def test_scores_of_streamed_embeddings(running_folder: Path, request: pytest.Fix
     kept = ov.scoreboard(ov.load(running_folder), "all")
     request.getfixturevalue("streamed")
     model = ov.load(running_folder)
-    assert_equal(ov.scoreboard(model, "all"), kept, tolerance=2e-6)
+    assert_same_table(ov.scoreboard(model, "all"), kept, tolerance=2e-6)
     assert not model.source._held
 
 
@@ -172,7 +172,7 @@ def test_heads_taken_a_group_at_a_time(
     a = ov.load(tiny_folders(name)).architecture
     assert [len(heads) for heads in pieces_module.chunks(a, range(a.n_heads))] == [a.group_size] * a.n_kv_heads
     # Biases are folded in float64 and rounded to float32: the last digit depends on how their sums are laid out.
-    assert_equal(ov.scoreboard(ov.load(tiny_folders(name)), "all"), together, tolerance=1e-6)
+    assert_same_table(ov.scoreboard(ov.load(tiny_folders(name)), "all"), together, tolerance=1e-6)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
