@@ -217,7 +217,7 @@ def test_the_command_prints_what_the_library_computes(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["the people"], "give a PROMPT and --answer, or many prompts with --prompts"),
+    (["the people"], "--answer is missing: the token to account for, as in --answer ' States'"),
     (["--answer", " States"], "give a PROMPT and --answer"),
     (["the people", "--answer", " of", "-n", "3"], "-n goes with --prompts: here it would do nothing"),
     (["--prompts", "successors", "--answer", " of"], "--answer goes with one PROMPT"),

@@ -13,6 +13,7 @@ import torch
 from conftest import hf_model, relative_error
 from safetensors.torch import load_file, save_file
 from tiny_families import with_images
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import ov_circuits as ov
@@ -166,6 +167,29 @@ def test_the_command_line_takes_adapters(adapter):
         assert "frobenius" in json.dumps(rows)
     plain = CliRunner().invoke(app, ["heads", str(base), "--json", "--no-nulls"]).stdout
     assert plain != result.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [["ablate", "0.0", "--prompt", "1 2 3", "--ids"], ["generate", "1 2 3", "--ids", "-n", "1"]]
+)
+def test_commands_that_run_a_model_take_adapters(adapter, command):
+    base, folder, _ = adapter("llama-grouped")
+    name, *more = command
+
+    def ask(*model: object) -> str:
+        result = CliRunner().invoke(app, [name, str(model[0]), *more, *map(str, model[1:]), "--json"])
+        assert result.exit_code == 0, result.output
+        return result.stdout.replace(f"{base.name} + ", "")
+
+    assert json.loads(ask(base, "--adapter", folder)) == json.loads(ask(folder))
+    assert ask(base, "--adapter", folder) != ask(base)
+
+
+def test_every_command_on_one_model_takes_an_adapter():
+    without = {
+        name for name, command in get_command(app).commands.items() if "adapter" not in {p.name for p in command.params}
+    }
+    assert without == {"compare", "fetch"}
 
 
 def said(folder: Path, **changes: Any) -> None:

@@ -157,8 +157,10 @@ def attribute(
 
     given = arguments or []
     if prompts is None:
-        if answer is None or not given:
+        if not given:
             raise CircuitsError("give a PROMPT and --answer, or many prompts with --prompts")
+        if answer is None:
+            raise CircuitsError("--answer is missing: the token to account for, as in --answer ' States'")
         belong_to("--prompts", {"-n": n, "--roles": roles, "--drop/--no-drop": drop})
         name, prompt = model_and("PROMPT", given)
         opened = open_model(name, None, revision, adapter, device)
@@ -251,6 +253,7 @@ def ablate(
     output: TableOption = None,
     view: ViewOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -260,6 +263,8 @@ def ablate(
     from ov_circuits.trace.ablation import ablation_sweep, check_method
 
     name, heads = model_and("HEADS", arguments)
+    if heads.strip() == "all":
+        raise CircuitsError("write each to remove every head, one at a time, or name heads, as in 9.9,10.0")
     if (prompt is None) == (prompts is None):
         raise CircuitsError("name what to run: either --prompt with a text, or --prompts with a set or a .jsonl file")
     if prompts is None:
@@ -268,7 +273,7 @@ def ablate(
         belong_to("--prompt", {"--answer": answer, "--against": against, "--ids": ids or None})
     sources = None if source is None else [int(part) if is_position(part) else part for part in source]
     check_method(method, sources)
-    opened = open_model(name, view, revision, device=device)
+    opened = open_model(name, view, revision, adapter, device)
     asked: Any = [prompt_of(str(prompt), ids)] if prompts is None else load(prompts, opened, n=n, bos=bos, drop=drop)
     options: dict[str, Any] = {"sources": sources, "direction": direction, "freeze": freeze}
     options["bos"] = bos if prompts is None else None  # a set has it from load
@@ -317,6 +322,7 @@ def check(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts, heads and intervals.")] = 0,
     output: TableOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -327,7 +333,7 @@ def check(
 
     name, text = model_and("CLAIM", arguments)
     claim = parse_claim(text)
-    opened = open_model(name, None, revision, device=device)
+    opened = open_model(name, None, revision, adapter, device)
     with table(output, opened) as write:
         note("running the model on probes")
         finding = put_to_test(opened, claim, prompts=prompts, others=others, among=among, seed=seed)
@@ -363,6 +369,7 @@ def generate(
     top: Annotated[int, typer.Option("--top", min=1, help="Heads to list at each step.")] = 3,
     output: TableOption = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -370,7 +377,7 @@ def generate(
     from ov_circuits.trace.generation import generate as continue_prompt
 
     name, prompt = model_and("PROMPT", arguments)
-    opened = open_model(name, None, revision, device=device)
+    opened = open_model(name, None, revision, adapter, device)
     given = None if continuation is None else prompt_of(continuation, ids)
     with table(output, opened) as write:
         note("running the prompt")
@@ -378,6 +385,15 @@ def generate(
         frame = found.frame()
         write(frame)
     hand_out(frame, output, as_json, lambda _: print_generation(found, top), counted(len(found.steps), "step"))
+
+
+def _check_no_text(model: str | None) -> None:
+    """A text alone would be taken for a model's name."""
+    if model is not None and Path(model).suffix.lower() in (".txt", ".jsonl"):
+        raise CircuitsError(
+            f"{model} stands where the model's name does: 'ov-circuits scan embedded {model}' scans it with the model "
+            "that comes with the package"
+        )
 
 
 @commands.command(
@@ -416,7 +432,9 @@ def scan(
             "--bos/--no-bos", show_default=False, help="BOS before each window. Default: if the model has one."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample that tenths and loss are told from.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Of the random sample that tenths and loss saved are measured on.")
+    ] = 0,
     label: Annotated[
         str | None, typer.Option("--head", metavar="HEAD", show_default=False, help="Also show one head's examples.")
     ] = None,
@@ -436,6 +454,7 @@ def scan(
         typer.Option("--save", metavar="FOLDER", show_default=False, help="Keep everything, for ov.open_scan(FOLDER)."),
     ] = None,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -447,7 +466,9 @@ def scan(
 
     if as_json:
         belong_to("what the screen shows, not with --json", {"--head": label})
-    opened = open_model(model, None, revision, device=device)
+    if corpus is None:
+        _check_no_text(model)
+    opened = open_model(model, None, revision, adapter, device)
     shown = None if label is None else opened.head(label).label
     for file in (output, examples):
         if file is not None and corpus is not None and os.path.realpath(file) == os.path.realpath(corpus):
