@@ -260,6 +260,7 @@ def print_heads(frame: pd.DataFrame, model: Model, names: Sequence[str] | None, 
     ranks = any(name.startswith(("rank_copying", "rank_suppression")) for name in shown)
     source = f", source embedding {frame.attrs['source_embedding']} of ranks" if ranks else ""
     _print_table(f"{model.name}, view {model.view}{source}", titles, rows, "l" + "r" * len(shown))
+    _say_first(len(frame), model, sort)
     _say_what_scores_are(frame, names)
     hidden = [key for key in frame.attrs["sources"] if key not in shown]
     if hidden and names is None:
@@ -295,7 +296,8 @@ def print_behaviours(frame: pd.DataFrame, model: Model, sort: str | None) -> Non
     seeds = counted(len(frame.attrs["seeds"]), "seed")
     title = f"{model.name}: {frame.attrs['starts_with']}, then {frame.attrs['probe']}; {seeds}"
     _print_table(title, [name.replace("_", " ") for name in ("head", *shown)], rows, "l" + "r" * len(shown))
-    copying = "; random copying from -1, about what it is by chance, to 1" if "random_copying" in keys else ""
+    _say_first(len(frame), model, sort)
+    copying = "; random copying is from -1 to 1, by chance near -1" if "random_copying" in keys else ""
     note(f"means over destinations{copying}; spread over seeds, null mean and z of each: --json or -o")
     for key, why in frame.attrs["left_out"].items():
         note(f"no {key}: {why}")
@@ -352,6 +354,11 @@ def print_pairs(frame: pd.DataFrame, model: Model) -> None:
     title = f"{model.name}, head {frame.attrs['head']}, view {model.view}: {frame.attrs['circuit']}"
     offset = frame.attrs.get("offset")
     _print_table(title + ("" if offset is None else f", offset {offset}"), ("end", read, write, "value"), rows, "lllr")
+    note(
+        "value: logit moved by full attention to the source, up to the norms' scales"
+        if read == "source"
+        else "value: part of the attention score, before the softmax, up to the norms' scales"
+    )
 
 
 def print_changes(frame: pd.DataFrame, of: int) -> None:
@@ -373,6 +380,10 @@ def print_changes(frame: pd.DataFrame, of: int) -> None:
     title = f"{frame.attrs['model']} to {frame.attrs['other']}, view {frame.attrs['view']}"
     _print_table(title, ("head", *(shown[name] for name in names)), rows, "l" + "r" * len(names))
     _say_cut(len(rows), of, "head")
+    note(
+        "change: norm of the difference over the base's norm, of copying the difference; cosine: of the two OV circuits; "
+        "angle: the largest principal angle of the two spaces; overlaps and both models' own scores: --json or -o"
+    )
 
 
 def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
@@ -391,6 +402,7 @@ def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
         "view": model.view,
         "head": head.label,
         "kv_head": head.kv_head,
+        "heads_per_kv_head": model.architecture.group_size,
         "shapes": {name: list(getattr(head, name).shape) for name in ("W_Q", "W_K", "W_V", "W_O")},
         "scores": {score.key: float(score.compute(circuits)[head.index]) if finite else None for score in possible},
         "singular_values": circuits.ov.singular_values[head.index].tolist() if finite else [],
@@ -419,7 +431,8 @@ def head_facts(head: Head, n_directions: int, n_tokens: int) -> dict[str, Any]:
 
 def print_head(facts: dict[str, Any]) -> None:
     """What :func:`head_facts` found."""
-    title = f"{facts['model']}, head {facts['head']} (key/value head {facts['kv_head']}), view {facts['view']}"
+    group = f" (key/value head {facts['kv_head']})" if facts["heads_per_kv_head"] > 1 else ""
+    title = f"{facts['model']}, head {facts['head']}{group}, view {facts['view']}"
     values = facts["singular_values"]
     shown = ", ".join(_number(value) for value in values[:8]) + (
         f", .. {_number(values[-1])}" if len(values) > 8 else ""
@@ -549,7 +562,10 @@ def print_ablation(frame: pd.DataFrame, top: int) -> None:
     _print_table(title, [name.replace("_", " ") for name in columns], rows, align)
     _say_cut(len(shown), len(frame), "head")
     note(
-        "direct effect: the ledger's entry of what was removed; total effect: what the logit (difference) lost; losses in nats"
+        "direct effect: the ledger's entry of what was removed; total effect: what the logit (difference) lost; "
+        "loss: the prompt's tokens, their mean; answer loss: the answer; kl: clean to ablated probabilities at the answer"
+        + ("" if "heads" in attrs else ", mean kl: over the prompt")
+        + "; all in nats"
     )
 
 
@@ -655,6 +671,12 @@ def _say_cut(shown: int, of: int, what: str) -> None:
     """A word on rows that the screen leaves out."""
     if shown < of:
         note(f"{shown} of {counted(of, what)}; --top lists more")
+
+
+def _say_first(shown: int, model: Model, sort: str | None) -> None:
+    """A word on heads that --top leaves out of a table in the order of layers, where the first are not the strongest."""
+    if sort is None and shown < len(model.head_labels):
+        note(f"the first {shown} of {counted(len(model.head_labels), 'head')}, by layer; --sort puts the largest first")
 
 
 def print_json(value: Any) -> None:

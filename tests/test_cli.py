@@ -215,6 +215,45 @@ def test_the_model_comes_first_and_may_be_left_out(command):
     assert "[OPTIONS] [MODEL] " in run(command, "--help").stdout
 
 
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["ablate", "1.0", "1.1", "--prompt", "a"], "'1.0' stands where a model's name does: join heads by commas"),
+    (["ablate", "embedded", "1.0", "1.1", "--prompt", "a"], "got 3 words: join heads by commas, as in 9.9,10.0"),
+    (["head", "1.0", "1.1"], "'1.0' stands where a model's name does: a head is one word"),
+    (["head", "embedded", "1", "0"], "got 3 words: a head is one word, as in 9.9"),
+    (["generate", "embedded", "the", "people"], "got 3 words: put quotes around a PROMPT with spaces"),
+    (["ablate", "all", "--prompt", "a"], "write each to remove every head, one at a time"),
+    (["scan", "notes.txt"], "'ov-circuits scan embedded notes.txt' scans it"),
+    (["inspect", "SmolLM2"], "did you mean 'smollm2'?"),
+    (["inspect", "embeded"], "did you mean 'embedded'?"),
+])  # fmt: skip
+def test_words_in_the_wrong_place_are_told_where_they_belong(arguments, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert message in squeezed(run(*arguments, code=2).stderr)
+
+
+@pytest.mark.parametrize("command", ["heads", "behaviours"])
+def test_heads_cut_by_layer_are_not_taken_for_the_strongest(command):
+    said = "the first 2 of 24 heads, by layer; --sort puts the largest first"
+    assert said in squeezed(run(command, "--top", "2").stderr)
+    assert said not in squeezed(run(command, "--top", "2", "--sort", "induction").stderr)
+    assert "the first" not in run(command).stderr
+
+
+def test_numbers_on_the_screen_are_explained_below():
+    assert "value: logit moved by full attention" in squeezed(run("pairs", "1.0", "--top", "1").stderr)
+    below = squeezed(run("pairs", "1.0", "--top", "1", "--circuit", "qk").stderr)
+    assert "value: part of the attention score, before the softmax" in below
+    assert "change: norm of the difference over the base's norm" in squeezed(run("compare", "-", "-").stderr)
+    below = squeezed(run("ablate", "each", "--prompt", "the people", "--top", "1").stderr)
+    assert "answer loss: the answer" in below and "mean kl: over the prompt" in below
+    assert "mean kl" not in run("ablate", "1.0", "--prompt", "the people").stderr
+
+
+def test_a_key_value_head_is_named_where_heads_share_one(tiny_folders):
+    assert "key/value head" not in run("head", "1.0").stdout
+    assert "head 1.1 (key/value head" in run("head", tiny_folders("llama-grouped"), "1.1").stdout
+
+
 # -- inspect ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable
@@ -167,7 +168,13 @@ def _open_named(name: str | os.PathLike[str] | None, revision: str | None) -> Ch
 def _open_hub(repo: str, revision: str | None, name: str, *, cache_only: bool = False) -> Checkpoint:
     from ov_circuits.checkpoint.hub import hub_model
 
-    found = hub_model(repo, revision, WEIGHT_FILES, _TOKENIZER_FILES, cache_only=cache_only)
+    try:
+        found = hub_model(repo, revision, WEIGHT_FILES, _TOKENIZER_FILES, cache_only=cache_only)
+    except CircuitsError as error:
+        near = difflib.get_close_matches(repo.lower(), ("embedded", "smollm2"), n=1, cutoff=0.75)
+        if near:
+            raise CircuitsError(f"{error}. Or did you mean {near[0]!r}?") from None
+        raise
     if found.shards is None:
         return open_path(found.folder, name=name)
     return _hugging_face(name, found.folder, found.folder, found.shards)

@@ -51,7 +51,7 @@ ov_circuits {__version__}: what attention heads read and write. First:
 Then:
 
   ov-circuits report gpt2            the same for a model of the Hugging Face hub, or a folder
-  ov-circuits heads gpt2 --top 20    scores of its heads
+  ov-circuits heads gpt2             scores of its heads; --sort SCORE puts the largest first
   ov-circuits verify gpt2            whether heads sum to its own attention
   ov-circuits heads --help           what a command takes, with examples
   ov-circuits --help                 all commands

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from ov_circuits.errors import CircuitsError
+
+# What looks like several words where one is asked for, and how it is written.
+_ONE_WORD = {"HEAD": "a head is one word, as in 9.9", "HEADS": "join heads by commas, as in 9.9,10.0"}
+_LIKE_A_HEAD = re.compile(r"L?\d+([.H]\d+)?,?", re.IGNORECASE)
 
 
 def belong_to(what: str, options: Mapping[str, object]) -> None:
@@ -26,10 +31,11 @@ def belong_to(what: str, options: Mapping[str, object]) -> None:
 
 def model_and(what: str, arguments: Sequence[str]) -> tuple[str | None, str]:
     """``[MODEL] WHAT``: the model first, as everywhere, and it may be left out."""
+    one_word = _ONE_WORD.get(what, f"put quotes around a {what} with spaces")
     if len(arguments) > 2:
-        raise CircuitsError(
-            f"expected [MODEL] {what}, got {len(arguments)} words: put quotes around a {what} with spaces"
-        )
+        raise CircuitsError(f"expected [MODEL] {what}, got {len(arguments)} words: {one_word}")
+    if len(arguments) == 2 and what in _ONE_WORD and _LIKE_A_HEAD.fullmatch(arguments[0]):
+        raise CircuitsError(f"{arguments[0]!r} stands where a model's name does: {one_word}")
     return (arguments[0] if len(arguments) == 2 else None), arguments[-1]
 
 

@@ -262,10 +262,11 @@ class Plan:
         embedding = f"4 n_vocab d_model = {4 * a.n_vocab * a.d_model:,}"
         kept = "kept" if 4 * a.n_vocab * a.d_model <= HELD_EMBEDDING_BYTES else "read in blocks, not kept"
         return (
-            f"{squares} Gram matrices and halves of them of 8 d_model^2 = {8 * a.d_model**2:,}; then the heads worked on, all "
-            f"threads' together at most 3 layers of {layer_bytes(a):,} (or 512 MiB where that is more), and for each thread the "
-            f"mapped file of one matrix and {_THREAD_BYTES:,} for libraries; where a head is so ill conditioned that the Gram "
-            f"matrices' roots are needed, 5 more of them; embeddings of {embedding} are {kept}. The number of layers is not in it"
+            f"Held, in bytes: {squares} Gram matrices and halves of them, 8 d_model^2 = {8 * a.d_model**2:,} each; embeddings, "
+            f"{embedding}, are {kept}. At work: the heads worked on, all threads' together at most 3 layers of "
+            f"{layer_bytes(a):,} (or 512 MiB where that is more), and for each thread the mapped file of one matrix and "
+            f"{_THREAD_BYTES:,} for libraries. A head so ill conditioned that roots of the Gram matrices are needed takes 5 "
+            "more of them (rare). More layers take no more"
         )
 
     @property
