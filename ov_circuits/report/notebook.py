@@ -45,6 +45,7 @@ _STYLE = """<style>
 .ov-box .ov-row{display:flex;flex-wrap:wrap;gap:8px 40px}
 .ov-box .ov-row figure{width:min-content}.ov-box .ov-row svg{max-width:none!important}
 .ov-box .ov-scroll{overflow-x:auto}.ov-box .ov-scroll td{white-space:nowrap}
+.ov-box .ov-words{display:inline-block;min-width:24ch}
 .ov-box figure{margin:.5em 0}.ov-box figcaption{font-size:12.5px;opacity:.72}
 </style>"""
 _BLUE, _ORANGE, _TEAL = "#2f6db3", "#c26c1c", "#0b6764"
@@ -60,7 +61,8 @@ def head_html(head: Head) -> str:
 
     model = head.model
     title = f"Head {head.label} of {_e(model.name)}"
-    facts = f"key/value head {head.kv_head}, view {model.view}, d_head {model.architecture.d_head}"
+    group = f"key/value head {head.kv_head}, " if model.architecture.group_size > 1 else ""
+    facts = f"{group}view {model.view}, d_head {model.architecture.d_head}"
     if not bool(model.layer(head.layer).finite_heads[head.index]):
         return _box(title, facts, "<p>Its weights hold NaN or infinity: it has no spectrum and no scores.</p>")
     texts = Texts(model)
@@ -151,7 +153,7 @@ def scan_html(scan: Scan) -> str:
     for row in scan.heads.nlargest(_ROWS, "loss_saved").to_dict("records"):
         example = examples.loc[row["head"]]
         text = f"{_prose(example['before'])}{_token(example['destination'])}{_prose(example['after'])}"
-        values = (_number(row["loss_saved"], "+.3g"), _number(row["write"]), _token(example["source"]), text)
+        values = (_number(row["loss_saved"], "+.3g"), _number(row["write"]), _token(example["source"]), _words(text))
         rows.append((row["head"], *values))
     return _box(
         f"{_e(facts['model'])} over {_e(facts['corpus'])}",
@@ -170,7 +172,7 @@ def finding_html(finding: Finding) -> str:
             f"{_number(effect.low, '+.3g')} to {_number(effect.high, '+.3g')}",
             _number(effect.others, "+.3g"),
             f"{_number(effect.difference_low, '+.3g')} to {_number(effect.difference_high, '+.3g')}",
-            _e(effect.what),
+            _words(_e(effect.what)),
         )
         for effect in finding.effects
     ]
@@ -188,7 +190,7 @@ def certificate_html(certificate: Certificate) -> str:
     """The checks of a checkpoint, each with the largest error found beside its limit."""
     said = {True: "passed", False: "failed", None: "not possible"}
     rows = [
-        (said[check.passed], _e(check.name), _number(check.value), _number(check.limit), _e(check.detail))
+        (said[check.passed], _e(check.name), _number(check.value), _number(check.limit), _words(_e(check.detail)))
         for check in certificate.checks
     ]
     header = ("", "check", "error", "limit", "on what")
@@ -273,6 +275,11 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterab
         "<tr>" + "".join(f"<td{kind[i]}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>" for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _words(html: str) -> str:
+    """A cell of words: on a narrow screen the table scrolls rather than break it a word a line."""
+    return f'<span class="ov-words">{html}</span>'
 
 
 def _directions_table(card: dict[str, Any], table: list[str]) -> str:
