@@ -107,6 +107,16 @@ def test_as_many_as_torch_may_use_at_a_time_in_order(threads):
     assert most == 1
 
 
+def test_threads_to_come_begin_with_the_users_number(threads):
+    """torch's setter speaks for them too: after a scoreboard, a web server's next request would run on one thread."""
+    assert list(side_by_side(lambda _: torch.get_num_threads(), range(6))) == [1] * 6
+    seen = []
+    new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert seen == [threads]
+
+
 def test_an_error_ends_the_work_and_so_does_who_stops_listening(threads):
     began = []
 

@@ -28,12 +28,29 @@ def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], most: in
     threads = torch.get_num_threads()
     workers = threads if most is None else max(1, min(threads, most))
     inside = threads // workers
-    pool = ThreadPoolExecutor(workers, initializer=partial(torch.set_num_threads, inside))
+    pool = ThreadPoolExecutor(workers, initializer=partial(_set_in_this_thread, inside))
     try:
         with numpy_threads(inside):
             yield from pool.map(work, items)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+_setting = threading.Lock()
+
+
+def _set_in_this_thread(threads: int) -> None:
+    """How many threads torch uses when called from this thread, which must be new to torch.
+
+    torch's setter also says what every thread that is yet to come begins with, the user's own ones (a web server's, those of
+    ``asyncio.to_thread``). A thread that only does that puts it back.
+    """
+    with _setting:
+        of_new_threads = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        put_back = threading.Thread(target=torch.set_num_threads, args=(of_new_threads,))
+        put_back.start()
+        put_back.join()
 
 
 class _Limit:
