@@ -116,14 +116,16 @@ def gram_norm(factor: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch"]:
 def gram_root(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch r r"]:
     """R with R^T R = gram, float64, for positive semi-definite matrices of any rank.
 
-    A Cholesky factor after adding 1e-13 of the trace to the diagonal, which moves norms by as much. A matrix with NaN or
-    infinity gives NaN and leaves the rest of the batch alone.
+    A Cholesky factor after raising the diagonal by r times 1e-13 of itself, which moves norms by as much. (By a share of the
+    trace, small dimensions would drown, though they count in full where what they meet is large: only W_V W_O has a scale,
+    W_V's columns have none.) A matrix with NaN or infinity gives NaN and leaves the rest of the batch alone.
     """
     gram = gram.double()
-    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    finite = gram.isfinite().all(-1).all(-1)
-    usable = (finite & (size > 0))[..., None, None]
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    lifted = torch.where(usable, gram + 1e-13 * size[..., None, None] * eye, eye)
-    root = torch.linalg.cholesky_ex(lifted).L.mT
-    return torch.where(usable, root, torch.where(finite[..., None, None], 0.0, torch.nan))
+    finite = gram.isfinite().all(-1).all(-1)[..., None, None]
+    size = gram.diagonal(dim1=-2, dim2=-1).sqrt()[..., None, :]
+    usable = torch.where(finite & (size > 0), size, torch.inf)
+    correlation = torch.where(finite, gram, 0.0) / usable / usable.mT
+    lift = 1e-13 * gram.shape[-1]
+    correlation.diagonal(dim1=-2, dim2=-1)[:] = 1 + lift  # also where a dimension is zero: its column of R is
+    root = torch.linalg.cholesky_ex(correlation).L.mT
+    return torch.where(finite, root * torch.where(finite, size, 0.0), torch.nan)
