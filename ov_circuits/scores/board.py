@@ -66,7 +66,8 @@ class LayerCircuits:
         layer = self.weights
         if layer.b_V is None:
             return layer.W_O.new_zeros(layer.W_O.shape[0])
-        return torch.einsum("hd,hdm->hm", layer.per_query_head(layer.b_V), layer.W_O).norm(dim=-1)
+        written = torch.einsum("hd,hdm->hm", layer.per_query_head(layer.b_V), layer.W_O)
+        return written.double().norm(dim=-1)  # squares of float32 would vanish below 1e-19
 
 
 @dataclass(frozen=True)
