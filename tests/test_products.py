@@ -53,6 +53,45 @@ def test_large_layers_take_the_fast_road_and_small_or_foreign_ones_do_not(taken)
     assert taken == [(20, 300)] and W.grad is not None
 
 
+BIASES = {
+    "whole": lambda n: random(n, seed=2),
+    "gaps": lambda n: random(2 * n, seed=2)[::2],
+    "one number for all": lambda n: random(1, seed=2).expand(n),
+    "one number": lambda n: random(1, seed=2),
+    "a row": lambda n: random(1, n, seed=2),
+    "a matrix": lambda n: random(20, n, seed=2),
+    "sign to come": lambda n: torch._neg_view(random(n, seed=2)),
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_biases_of_any_shape_and_layout(kind, assert_close):
+    """oneDNN reads each as n numbers side by side, whatever lies there."""
+    x, W, bias = random(20, 300), random(200, 300, seed=1), BIASES[kind](200)
+    right = x.double() @ W.double().mT + bias.double()
+    with torch.no_grad(), FastLinears():
+        assert_close(torch.addmm(bias, x, W.mT), right, 1e-6)
+        assert_close(F.linear(x, W, bias), right, 1e-6)
+
+
+def test_only_the_biass_gradient_is_asked_for():
+    bias = random(200).requires_grad_()
+    with FastLinears():
+        F.linear(random(20, 300), random(200, 300), bias).sum().backward()
+    assert bias.grad is not None and bool((bias.grad == 20).all())
+
+
+def test_a_view_whose_sign_is_to_come(assert_close):
+    x, y = torch._neg_view(random(70, 300)), torch._neg_view(random(50, 300, seed=1))
+    right = x.double() @ y.double().mT
+    for factor, other, sign in ((x, y, 1), (-x, y, -1), (x, -y, -1)):
+        assert_close(times_transpose(factor, other), sign * right, 1e-6)
+    assert_close(row_gram(x), x.double() @ x.double().mT, 1e-6)
+    assert_close(product(x, y.mT), right, 1e-6)
+    with torch.no_grad(), FastLinears():
+        assert_close(F.linear(x, y), right, 1e-6)
+
+
 @pytest.mark.parametrize("second", ["whole", "columns", "rows apart", "columns apart", "one row"])
 @pytest.mark.parametrize("first", [(40, 300), (70, 300), (2, 40, 300), (0, 300), (40, 0)])
 def test_products_with_a_transpose(first, second, assert_close):

@@ -60,7 +60,7 @@ def many_products(x: Float[Tensor, "batch m k"], y: Float[Tensor, "batch k n"], 
 
 def _for_numpy(*factors: Tensor) -> bool:
     return all(type(x) is Tensor and x.device.type == "cpu" and not x.requires_grad for x in factors) and all(
-        x.dtype in (torch.float32, torch.float64) for x in factors
+        x.dtype in (torch.float32, torch.float64) and not x.is_neg() for x in factors
     )
 
 
@@ -89,20 +89,28 @@ class FastLinears(TorchFunctionMode):
 
     @staticmethod
     def _linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _for_onednn(x, W) and x.numel() * W.shape[0] >= _WORTH_PREPARING:
+        # oneDNN reads a bias of any other shape as if it were this one: beyond its end, in silence.
+        usual = bias is None or (_for_onednn(bias) and bias.shape == W.shape[:1])
+        if usual and _for_onednn(x, W) and x.numel() * W.shape[0] >= _WORTH_PREPARING:
             return _onednn_linear(x, W, bias)
         return torch.nn.functional.linear(x, W, bias)
 
 
 def _onednn_linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``. Weights with gaps between their rows are copied: oneDNN would take two thousand times as long for them."""
+    """``F.linear``.
+
+    Weights with gaps between their rows are copied: oneDNN would take two thousand times as long for them. So is a bias with
+    gaps, which it would take for one without.
+    """
     whole = W if W.is_contiguous() or W.mT.is_contiguous() else W.contiguous()
+    bias = None if bias is None else bias.contiguous()
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, whole, bias, "none", [], "")
     return result
 
 
 def _for_onednn(*factors: Tensor) -> bool:
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in factors)  # no shards of a distributed tensor
+    # No shards of a distributed tensor; nor views whose sign torch has yet to turn, which only torch knows of.
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() for x in factors)
     return (
         plain
         and all(x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() for x in factors)
