@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -69,6 +70,24 @@ def device(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def seed(number: int) -> Iterator[None]:
+    """Of the process's own generators; nothing is drawn from them. (Not Python's: beartype picks with it what it looks at.)"""
+    before = np.random.get_state(), torch.get_rng_state()
+    np.random.seed(number)
+    torch.manual_seed(number)
+    try:
+        yield
+        assert (
+            torch.initial_seed() == number
+            and np.random.random_sample() == np.random.RandomState(number).random_sample()
+        )
+        assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(number).get_state())
+    finally:
+        np.random.set_state(before[0])
+        torch.set_rng_state(before[1])
+
+
+@contextmanager
 def products(precision: str) -> Iterator[None]:
     torch.set_float32_matmul_precision(precision)
     try:
@@ -106,6 +125,7 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "meta": lambda: device("meta"),  # a tensor there has no numbers: whatever meets one fails
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference": torch.inference_mode,
+    "another seed": lambda: seed(7),
     # Both send torch's own products to another library here; on a processor with AMX, and on GPUs, they have fewer bits too.
     "medium products": lambda: products("medium"),
     "bfloat16 products of one library": lambda: products_of_onednn("bf16"),
