@@ -31,7 +31,7 @@ from ov_circuits.checkpoint.positions import turn
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Layer, Model
-from ov_circuits.scores.qk import offset_profile, qk_spectra
+from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, qk_spectra
 from ov_circuits.scores.sources import source_embedding
 from ov_circuits.source import Source
 
@@ -460,6 +460,7 @@ def test_old_configs_of_gemma_3_and_phi_3():
         ({"model_type": "bloom", "apply_residual_connection_post_layernorm": True}, "no sum of what components write"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "both ways"),
         ({"model_type": "gptj", "rotary_dim": 500}, "rotary_dim is 500"),
+        ({"model_type": "gptj", "rotary_dim": 3}, "an even number"),
         ({"model_type": "granite", "logits_scaling": 0}, "divided by it"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "above 0, or null"),
         ({"model_type": "phi", "partial_rotary_factor": 1.5}, "at most 1"),
@@ -772,6 +773,21 @@ def test_offset_profiles_are_means_of_the_models_own_scores(opened, variant):
     assert profile["mean"].item() == pytest.approx(float(scores.mean()), rel=1e-4, abs=1e-5 * float(scores.abs().max()))
     assert profile["same_token"].item() == pytest.approx(float(scores.diagonal().mean()), rel=1e-4)
     assert scores.shape == (n, n)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("variant", ["llama", "llama-yarn", "phi3-long", "granite"])
+def test_query_key_pairs_are_the_models_own_scores(opened, variant, offset):
+    """Rows of W_E as the attention's input, the query ``offset`` positions after the key; YaRN scales at every offset, 0 too."""
+    network, model = opened(variant)
+    rows = model.W_E.repeat(offset + 1, 1, 1).transpose(0, 1)
+    _, got = run_reading(network, model, 1, rows)
+    kv = 1 // (got["query"].shape[1] // got["key"].shape[1])
+    scores = (got["query"][:, 1, offset] @ got["key"][:, kv, 0].T * got["scaling"]).double()
+    pairs = largest_query_key_pairs(model, "1.1", 4, offset)
+    ours = torch.tensor(pairs["value"].to_numpy())
+    assert relative_error(ours, scores[pairs["query_id"].tolist(), pairs["key_id"].tolist()]) < CLOSE
+    assert ours[0] == pytest.approx(float(scores.max()), rel=1e-4) and ours[4] == pytest.approx(float(scores.min()), rel=1e-4)
 
 
 def test_layers_without_positions_have_no_offset_profile(opened):
