@@ -28,7 +28,7 @@ def opened(models_dir):
 
 
 def by_hand(model: ov.Model, found: prompts.PromptSet, roles: list[str]) -> pd.DataFrame:
-    """A row a head: mean, and the part from each role, from one prompt's ledger after the other."""
+    """A row a head: mean and spread, and the part from each role, from one prompt's ledger after the other."""
     rows = []
     for prompt in found:
         ledger = model.trace(list(prompt.tokens)).ledger(dict(prompt.weights))
@@ -40,7 +40,8 @@ def by_hand(model: ov.Model, found: prompts.PromptSet, roles: list[str]) -> pd.D
             sources = path["source"].map({s: where.get(s, "other") for s in range(len(prompt.tokens))})
             row |= {f"from_{role}": path.loc[sources == role, "value"].sum() for role in (*roles, "other")}
             rows.append(row | {"value_path": path["value"].sum()})
-    return pd.DataFrame(rows).groupby("head").mean()
+    by_head = pd.DataFrame(rows).groupby("head")
+    return by_head.mean().assign(spread=by_head["mean"].std())
 
 
 @pytest.mark.parametrize(("folder", "name"), CASES)

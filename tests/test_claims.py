@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_ablation import logits_edited
 from test_cli import run, run_json
+from tiny_families import tiny
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError, claims
@@ -271,6 +272,16 @@ def test_what_cannot_be_tested_says_why(tiny_gpt2_char):
     finding = ov.check(ov.load(tiny_gpt2_char), "1.2 applies country_capital")
     assert finding.verdict == "not testable" and "are single tokens" in finding.reason and finding.effects == ()
     assert len(finding.frame()) == 0
+
+
+@pytest.mark.parametrize(("variant", "reason"), [
+    ("gemma2", "caps its attention scores"),
+    ("olmo-clipped", "clamps queries and keys"),
+])  # fmt: skip
+def test_scores_that_are_no_sum_of_what_was_written_are_not_taken_apart(tmp_path, variant, reason):
+    tiny(variant).save_pretrained(tmp_path)
+    finding = ov.check(ov.load(tmp_path), "0.0 K-composes with 1.0", prompts=2)
+    assert finding.verdict == "not testable" and reason in finding.reason and finding.effects == ()
 
 
 # -- claims as sentences ----------------------------------------------------------------------------------------------

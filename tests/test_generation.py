@@ -47,6 +47,10 @@ def test_a_steps_probabilities_and_account_are_those_of_its_prefix_alone(runnabl
         entries = rows[rows["component"] == "head"].groupby("head", sort=False)["value"].sum()
         heads = found.heads().query("step == @number").set_index("head")["value"]
         assert heads.to_numpy() == pytest.approx(entries[heads.index].to_numpy(), abs=1e-9)
+        sizes = rows[rows["kind"] == "value_path"].assign(size=rows["value"].abs())
+        largest = sizes.loc[sizes.groupby("head")["size"].idxmax()].set_index("head")["source"]
+        sources = found.heads().query("step == @number").set_index("head")["source"]
+        assert sources.tolist() == largest[sources.index].tolist()
     assert list(tokens["text"]) == list(found.trace.texts[found.start :]) and tokens["residual"].abs().max() < 1e-3
 
 
@@ -68,6 +72,11 @@ def test_a_model_that_ends_the_text_stops(write_tiny):
     network.save_pretrained(folder)
     found = ov.generate(ov.load(folder), [1, 2], 5)
     assert len(found.steps) == 1 and found.ended
+
+
+def test_a_continuation_may_fill_the_context(tiny_gpt2_char):
+    found = ov.generate(ov.load(tiny_gpt2_char), [1] * 60, 4)
+    assert len(found.trace) == 64 and len(found.steps) == 4 and not found.ended
 
 
 @pytest.mark.parametrize(("call", "message"), [
