@@ -479,6 +479,9 @@ def test_without_its_induction_heads_smollm2_cannot_repeat(smollm2):
     (lambda m: ov.ablate(m, "1.0", [1, 2], direction=32), "directions 0 to 31"),
     (lambda m: ov.ablate(m, "1.0", [1, 2], reference=[[1]]), "takes no reference"),
     (lambda m: ov.ablate(m, "1.0", [[1, 2], [1]], "mean_by_position"), "all of one length"),
+    (lambda m: ov.ablate(m, "1.0", [1, 2, 3], "mean_by_position", reference=[[1, 2], [2, 1]]), "have 2 to 2 tokens"),
+    (lambda m: ov.ablate(m.without("1.0"), "1.0", [1, 2], direction=0), "no singular direction 0"),
+    (lambda m: ov.ablate(m, "1.0", m.trace([1, 2], last_logits=True)), "trace it without last_logits"),
     (lambda m: ov.ablate(m, "1.0", []), "no prompt"),
     (lambda m: ov.ablate(m, "1.0", [([1, 2], 3, 4, 5)]), r"\(prompt, answer, foil\)"),
     (lambda m: ov.ablate(m, "1.0", [1, 2], against=3), "needs an answer"),
@@ -492,6 +495,19 @@ def test_without_its_induction_heads_smollm2_cannot_repeat(smollm2):
 def test_faulty_questions_are_said_in_a_sentence(tiny_gpt2_char, call, message):
     with pytest.raises(CircuitsError, match=message):
         call(ov.load(tiny_gpt2_char))
+
+
+def test_a_direction_that_a_heads_rank_does_not_reach_is_refused(write_tiny):
+    """W_V of head 0 reads no more than d_head - 1 directions: the last singular value is rounding."""
+    network = hf_model(write_tiny("gpt2"))
+    d_model, d_head = network.config.n_embd, network.config.n_embd // network.config.n_head
+    with torch.no_grad():
+        W_V = network.transformer.h[1].attn.c_attn.weight[:, 2 * d_model : 2 * d_model + d_head]
+        W_V[:, -1] = W_V[:, 0]
+    model = ov.load(network)
+    ov.ablate(model, "1.0", [1, 2], direction=d_head - 2)
+    with pytest.raises(CircuitsError, match=f"no singular direction {d_head - 1}: its value is zero"):
+        ov.ablate(model, "1.0", [1, 2], direction=d_head - 1)
 
 
 def test_a_checkpoint_that_cannot_run_and_a_trace_of_another_model_are_refused(
@@ -526,6 +542,7 @@ def test_the_command_prints_and_writes_what_the_library_finds(stories260k, tmp_p
     assert (written["total_effect"] - sweep["total_effect"]).abs().max() < 1e-5
     bare = run_json("ablate", stories260k, "3.6", "--prompts", file, "--no-bos", "--json")
     assert bare["bos_added"] is False
+    assert ov.ablate(model, "3.6", ov.prompts.load(file, model)).attrs["bos_added"] is True
     shown = run(
         "ablate", stories260k, "3.6", "--prompt", text, "--method", "source", "--source", "-1", "--source", " upon"
     )

@@ -369,8 +369,8 @@ class Removal:
             means = _means(over, max(len(t) for t in traces), by_position=method == "mean_by_position")
         return cls(model, method, means, named, direction)
 
-    def at(self, trace: Trace, position: int) -> list[int]:
-        """The source positions that are named, on a prompt, up to a position.
+    def at(self, trace: Trace) -> list[int]:
+        """The source positions that are named, on a prompt.
 
         Raises:
             CircuitsError: it has no such position or token.
@@ -385,7 +385,7 @@ class Removal:
                 found |= places
             else:
                 found.add(trace.position(source))
-        return sorted(place for place in found if place <= position)
+        return sorted(found)
 
     def part(self, trace: Trace, head: Head, z: Tensor, moved: Tensor | None) -> Float[Tensor, "pos d_head"]:
         """What goes out of z [pos, d_head]; ``moved`` is what came from the named sources, where the method asks for it."""
@@ -532,7 +532,7 @@ def _moved(job: Job, removal: Removal, layer: int, seen: _Seen, row: int) -> Flo
     if layer in seen:
         pattern = seen[layer]["pattern"][row, :, :n, :n]
         record = replace(record, attention_input=seen[layer]["attention_input"][row, :n])
-    places = removal.at(job.trace, n - 1)
+    places = removal.at(job.trace)
     values = unbiased_values(record, job.trace.model.layer(layer))
     return pattern[:, :, places] @ values[:, places]
 
