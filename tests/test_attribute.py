@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,19 @@ def test_the_account_closes_on_the_plain_models_mean_difference(opened, models_d
     assert frame.attrs["largest_residual"] <= 1e-5 * scale
     assert frame.attrs["residual"] == pytest.approx(frame.attrs["difference"] - frame["mean"].sum(), abs=1e-12)
     assert frame.attrs["share_right"] == np.mean(np.array(differences) > 0)
+
+
+def test_the_largest_residual_is_that_of_the_prompt_that_does_not_close(monkeypatch):
+    inner, seen = module.logit_reading, []
+
+    def off(trace, weights):
+        seen.append(trace)
+        reading = inner(trace, weights)
+        return replace(reading, actual=reading.actual - 6 * (len(seen) == 2))
+
+    monkeypatch.setattr(module, "logit_reading", off)
+    attrs = ov.attribute(ov.load(), "successors", n=3, samples=5).attrs
+    assert attrs["largest_residual"] == pytest.approx(6, abs=1e-3) and attrs["residual"] == pytest.approx(-2, abs=1e-3)
 
 
 def test_how_prompts_are_batched_changes_nothing(monkeypatch):

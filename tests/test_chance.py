@@ -62,6 +62,15 @@ def test_nulls_are_those_of_dense_random_rotations(many):
         assert null.std[5] == pytest.approx(float(values.std()), rel=0.2), key
 
 
+def test_rotations_are_haar(many):
+    """Every entry has mean 0 and variance 1/d; a QR factor as it comes has its signs the one way."""
+    drawn = torch.stack(many[2]._draws.inside)
+    n, d, _ = drawn.shape
+    assert torch.allclose(drawn @ drawn.mT, torch.eye(d, dtype=torch.float64), atol=1e-12)
+    assert float(drawn.mean(0).abs().max()) < 5 / (n * d) ** 0.5
+    assert float((drawn.square().mean(0) * d - 1).abs().max()) < 5 * (2 / n) ** 0.5
+
+
 def test_turned_factors_keep_their_own_spectra(many):
     """The product of singular values, |det|, does not depend on how the factors meet."""
     _, circuits, chance = many

@@ -528,7 +528,8 @@ def test_the_state_of_another_scan_is_not_taken(tmp_path, embedded, uninterrupte
     ov.scan(embedded, tokens=600, state=tmp_path)
     ov.scan(embedded, tokens=600, window=64, state=tmp_path)
     ov.scan(embedded, tokens=600, settings=Settings(seed=1), state=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
+    ov.scan(embedded.without("0.0"), tokens=600, state=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
     for state in tmp_path.iterdir():
         state.write_bytes(state.read_bytes()[:100])
     with pytest.raises(CircuitsError, match="delete it to begin anew"):
@@ -578,6 +579,14 @@ def test_windows(tiny_folders, stride, bos):
     assert found == list(windows_by_definition(docs, length, stride or length, 0 if bos else None))
     counted = [(w.document, w.position(w.first + i)) for w in corpus for i in range(len(w.targets))]
     assert counted == [(d, p) for d, doc in enumerate(docs) for p in range(len(doc) - 1)]
+
+
+def test_the_same_windows_of_other_documents_are_another_corpus(embedded):
+    """One document of two windows, or two documents whose windows hold the same ids: examples say which document they are of."""
+    ids = list(range(5, 21))
+    one, two = (open_corpus(embedded, docs, window=8, bos=False) for docs in ([ids], [ids[:9], ids[8:]]))
+    assert [(w.ids, w.targets) for w in one] == [(w.ids, w.targets) for w in two]
+    assert one.survey.digest != two.survey.digest
 
 
 def test_a_long_text_is_read_in_pieces_without_a_trace_of_the_seams(tmp_path, embedded, monkeypatch):

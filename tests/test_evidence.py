@@ -27,6 +27,7 @@ def pairs(*rows):
 @pytest.mark.parametrize(("row", "said"), [
     ({"eigen_copying_full": 0.97, "eigen_copying_full_z": 12.3}, VOCABULARY + "mostly positive (copying +0.97, z 12)."),
     ({"eigen_copying_full": -0.7, "eigen_copying_full_z": -3.0}, VOCABULARY + "mostly negative (copying −0.70, z −3)."),
+    ({"eigen_copying_full": 0.97, "eigen_copying_full_z": 123.4}, VOCABULARY + "mostly positive (copying +0.97, z 123)."),
     ({"eigen_copying_full": 0.4}, VOCABULARY + "of both signs (copying +0.40)."),
     ({"eigen_copying_full": float("nan"), "eigen_copying_ov": 0.9},
      "Its eigenvalues in residual space are mostly positive (copying +0.90)."),
@@ -78,6 +79,9 @@ def test_both_ends_are_read_and_an_unsettled_direction_is_said():
     )
     loose = {"directions": [{**CARD["directions"][0], "separable": False}]}
     assert "not separable" in flat(sentence(pd.Series(dtype=float), loose, None, None))
+    for energy, share in ((0.004, "< 1 %"), (0.0, "0 %"), (None, "0 %")):
+        weak = {"directions": [{**CARD["directions"][0], "energy": energy}]}
+        assert f"direction ({share} of the squared norm" in flat(sentence(pd.Series(dtype=float), weak, None, None))
 
 
 @pytest.mark.parametrize(("head", "said"), [

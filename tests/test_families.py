@@ -31,6 +31,7 @@ from ov_circuits.checkpoint.positions import turn
 from ov_circuits.errors import CircuitsError
 from ov_circuits.linalg.rotary import rotate
 from ov_circuits.model import Layer, Model
+from ov_circuits.scores.copying import _FinalLayer
 from ov_circuits.scores.qk import largest_query_key_pairs, offset_profile, qk_spectra
 from ov_circuits.scores.sources import source_embedding
 from ov_circuits.source import Source
@@ -721,6 +722,15 @@ def test_bloom_unembeds_what_it_stores_and_embeds_what_its_norm_gives(opened):
 
 
 @pytest.mark.parametrize("variant", ["gemma", "granite-biased"])
+@pytest.mark.parametrize("variant", ["gpt2", "phi", "gptj"])
+def test_logits_of_a_stream_of_nothing_are_the_biases_that_ioi_scores_add(opened, variant):
+    network, model = opened(variant)
+    with torch.no_grad():
+        nothing = module(network, model.source.family, model.source.family.final_norm)(torch.zeros(model.architecture.d_model))
+        right = network.get_output_embeddings()(nothing)
+    assert_same(_FinalLayer(model).constant, right)
+
+
 def test_full_circuits_have_the_factor_of_the_embedding_once(opened, variant):
     model = ov.load(opened(variant)[0])
     assert model.source.tied

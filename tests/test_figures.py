@@ -43,6 +43,9 @@ def test_a_scatter_is_two_columns(story):
     (points,) = F.score_scatter(board, "ov_stable_rank", "eigen_copying_ov", colour="qk_stable_rank").data
     assert list(points.x) == board["ov_stable_rank"].tolist() and list(points.y) == board["eigen_copying_ov"].tolist()
     assert list(points.marker.color) == board["qk_stable_rank"].tolist() and list(points.text) == board["head"].tolist()
+    assert points.marker.cmin is None
+    (signed,) = F.score_scatter(board, "ov_stable_rank", "qk_stable_rank", colour="eigen_copying_full").data
+    assert -signed.marker.cmin == signed.marker.cmax == pytest.approx(board["eigen_copying_full"].abs().max())
 
 
 def test_a_spectrum_has_its_band_where_the_frame_has_one(story):
@@ -163,6 +166,8 @@ def test_the_map_of_heads(story):
     for space in ("write", "read"):
         (points,) = F.space_map(frame, space).data
         assert list(points.x) == frame[f"{space}_x"].tolist() and list(points.y) == frame[f"{space}_y"].tolist()
+        share = frame.attrs["shares"][space][0]
+        assert f"{100 * share:.1f} % of the variance" in F.space_map(frame, space).layout.xaxis.title.text
     with pytest.raises(CircuitsError, match="choose write or read"):
         F.space_map(frame, "sideways")
 

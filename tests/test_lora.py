@@ -213,6 +213,7 @@ _V = "base_model.model.model.layers.0.self_attn.v_proj.lora_"
         (lambda f: said(f, peft_type="IA3"), "'IA3'; of adapters LORA is read"),
         (lambda f: said(f, peft_type=...), "peft_type"),
         (lambda f: said(f, use_dora=True), "DoRA"),
+        (lambda f: said(f, lora_bias=True), "a bias of its own in B"),
         (lambda f: said(f, layer_replication=[[0, 1]]), "other layers"),
         (lambda f: said(f, init_lora_weights="pissa_niter_4"), "changes the base weights"),
         (lambda f: said(f, lora_alpha="x"), "lora_alpha"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch
 from test_cli import run, run_json
 
 import ov_circuits as ov
-from ov_circuits import CircuitsError
+from ov_circuits import CircuitsError, files
 from ov_circuits.files import atomic_path
 
 # -- nothing is destroyed or left -----------------------------------------------------------------------------------------
@@ -37,6 +38,25 @@ def test_a_link_stays_a_link_and_its_file_is_written(tmp_path):
     with atomic_path(link) as temporary:
         temporary.write_text("new")
     assert link.is_symlink() and real.read_text() == "new"
+
+
+def test_a_written_file_has_the_rights_that_the_umask_leaves(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with atomic_path(tmp_path / "table.csv") as temporary:
+            assert temporary.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+    assert (tmp_path / "table.csv").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_forked_process_leaves_its_parents_unfinished_files_alone(tmp_path, monkeypatch):
+    own, parents = tmp_path / "own", tmp_path / "parents"
+    for file in (own, parents):
+        file.touch()
+    monkeypatch.setattr(files, "_unfinished", {own: os.getpid(), parents: os.getppid()})
+    files._take_away_the_rest()
+    assert not own.exists() and parents.exists()
 
 
 def test_devices_and_names_too_long_are_refused_in_a_sentence(tmp_path):

@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from conftest import hf_model
 
 import ov_circuits as ov
+from ov_circuits import CircuitsError
+from ov_circuits.certificate import verify
 from ov_circuits.model import Layer
 from ov_circuits.source import Source
 
@@ -57,6 +60,9 @@ CORRUPTIONS = {
         replace(W_Q=lambda x: x.W_Q.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)),
         {"query-key pattern"},
     ),
+    "values a thousandth too large": (replace(W_V=lambda x: 1.001 * x.W_V), {"one token"}),
+    "W_O a thousandth too large": (replace(W_O=lambda x: 1.001 * x.W_O), {"sum of heads", "one token"}),
+    "queries a hundredth too large": (replace(W_Q=lambda x: 1.01 * x.W_Q), {"query-key pattern"}),
     "score scale forgotten": (replace(score_scale=lambda x: 1.0), {"query-key pattern"}),
 }
 
@@ -104,6 +110,20 @@ def test_a_forgotten_final_gain_is_caught(stories260k, monkeypatch):
 def test_weights_that_are_no_numbers_fail(stories260k, monkeypatch):
     corrupt(monkeypatch, replace(W_O=lambda layer: layer.W_O * torch.nan))
     assert {"sum of heads", "one token"} <= failed(ov.load(stories260k).verify())
+
+
+def test_spectra_are_looked_at_in_the_last_layer_too(stories260k, monkeypatch):
+    corrupt(monkeypatch, lambda layer: replace(W_V=lambda x: x.W_V * torch.nan)(layer) if layer.index == 4 else layer)
+    spectra = ov.load(stories260k).verify().checks[0]
+    assert spectra.passed is False and "of head 4." in spectra.detail
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_proves_nothing(stories260k, dtype):
+    model = ov.load(hf_model(stories260k).to(dtype))
+    assert [check.passed for check in model.verify().checks] == [True, None, None, None, None]
+    with pytest.raises(CircuitsError, match="give it in float32"):
+        verify(model, [1, 2])
 
 
 def test_the_frame_has_a_row_a_check(stories260k):
