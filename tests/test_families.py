@@ -721,16 +721,18 @@ def test_bloom_unembeds_what_it_stores_and_embeds_what_its_norm_gives(opened):
     )
 
 
-@pytest.mark.parametrize("variant", ["gemma", "granite-biased"])
 @pytest.mark.parametrize("variant", ["gpt2", "phi", "gptj"])
 def test_logits_of_a_stream_of_nothing_are_the_biases_that_ioi_scores_add(opened, variant):
     network, model = opened(variant)
     with torch.no_grad():
-        nothing = module(network, model.source.family, model.source.family.final_norm)(torch.zeros(model.architecture.d_model))
+        nothing = module(network, model.source.family, model.source.family.final_norm)(
+            torch.zeros(model.architecture.d_model)
+        )
         right = network.get_output_embeddings()(nothing)
     assert_same(_FinalLayer(model).constant, right)
 
 
+@pytest.mark.parametrize("variant", ["gemma", "granite-biased"])
 def test_full_circuits_have_the_factor_of_the_embedding_once(opened, variant):
     model = ov.load(opened(variant)[0])
     assert model.source.tied
@@ -797,7 +799,9 @@ def test_query_key_pairs_are_the_models_own_scores(opened, variant, offset):
     pairs = largest_query_key_pairs(model, "1.1", 4, offset)
     ours = torch.tensor(pairs["value"].to_numpy())
     assert relative_error(ours, scores[pairs["query_id"].tolist(), pairs["key_id"].tolist()]) < CLOSE
-    assert ours[0] == pytest.approx(float(scores.max()), rel=1e-4) and ours[4] == pytest.approx(float(scores.min()), rel=1e-4)
+    assert ours[0] == pytest.approx(float(scores.max()), rel=1e-4) and ours[4] == pytest.approx(
+        float(scores.min()), rel=1e-4
+    )
 
 
 def test_layers_without_positions_have_no_offset_profile(opened):
