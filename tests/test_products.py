@@ -18,6 +18,12 @@ def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.fixture(autouse=True)
+def gains(monkeypatch):
+    """Also on processors where it is not used, oneDNN's road must be right."""
+    monkeypatch.setattr(products, "_GAINS", torch.backends.mkldnn.is_available())
+
+
 @pytest.mark.parametrize("shape", [(2, 150, 300), (700, 300), (1, 1, 300), (3, 300)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear_layers_of_any_size_are_right(shape, with_bias, assert_close):
@@ -51,6 +57,16 @@ def test_large_layers_take_the_fast_road_and_small_or_foreign_ones_do_not(taken)
     with FastLinears():  # gradients are asked for
         F.linear(large, W.requires_grad_()).sum().backward()
     assert taken == [(20, 300)] and W.grad is not None
+
+
+def test_without_avx512_all_goes_to_torch(taken, monkeypatch, assert_close):
+    monkeypatch.setattr(products, "_GAINS", False)
+    x, W = random(20, 300), random(200, 300, seed=1)
+    with torch.no_grad(), FastLinears():
+        found = F.linear(x, W), times_transpose(x, W)
+    assert not taken
+    for ours in found:
+        assert_close(ours, x.double() @ W.double().mT, 1e-6)
 
 
 BIASES = {
