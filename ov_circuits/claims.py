@@ -209,7 +209,7 @@ def check(
     except _NotTestable as reason:
         return Finding(model.name, str(claim), "not testable", str(reason), (), (), 0, seed)
     effects = tuple(_effects(measured, words, _sign(claim), generator))
-    verdict, reason_why = _judge(claim, effects, "its layer" if among == "layer" else "the model")
+    verdict, reason_why = _judge(claim, effects, len(compared), "its layer" if among == "layer" else "the model")
     reason_why += f"; {note}" if note else ""
     names = tuple(other.label for other in compared)
     return Finding(
@@ -527,7 +527,9 @@ def _interval(values: Float[Tensor, " prompt"], generator: torch.Generator) -> t
     return low, high
 
 
-def _judge(claim: Claim, effects: Sequence[Effect], whose: str) -> tuple[Literal["supported", "not supported"], str]:
+def _judge(
+    claim: Claim, effects: Sequence[Effect], n_others: int, whose: str
+) -> tuple[Literal["supported", "not supported"], str]:
     sign = _sign(claim)
     deciding = next(effect for effect in effects if effect.decides)
     ablation = next(effect for effect in effects if effect.name == "ablation")
@@ -551,6 +553,8 @@ def _judge(claim: Claim, effects: Sequence[Effect], whose: str) -> tuple[Literal
     if not beyond_zero(deciding.difference_low, deciding.difference_high):
         return "not supported", f"{measured}, but no more than other heads of {whose} ({deciding.others:+.3g})"
     why = f"{measured}, other heads of {whose} {deciding.others:+.3g}"
+    if deciding.at_least_as_strong:  # the verdict is about their mean
+        why += f" on average, {deciding.at_least_as_strong} of {n_others} as strong"
     if not beyond_zero(ablation.low, ablation.high):
         why += f"; removing it does not show that ({ablation.value:+.3g}, {ablation.low:+.3g} to {ablation.high:+.3g})"
     return "supported", why

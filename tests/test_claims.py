@@ -199,6 +199,7 @@ def test_the_previous_token_head_composes_with_every_induction_head(tiny_gpt2_ch
     ("1.0 copies", (2.0, 0.5, 0.6), "supported", "other heads of its layer"),
     ("1.0 copies", (0.8, 0.7, 0.75), "not supported", "no more than other heads"),
     ("1.0 copies", (0.01, -2.0, -2.0), "not supported", "which is not above zero"),
+    ("1.0 copies", (2.0, 3.0, -3.0), "supported", "other heads of its layer"),
     ("1.0 suppresses", (-2.0, -0.5, 0.6), "supported", "other heads of its layer"),
     ("1.0 suppresses", (2.0, 0.5, 0.6), "not supported", "which is not below zero"),
 ])  # fmt: skip
@@ -223,6 +224,8 @@ def test_a_verdict_is_that_of_intervals_by_hand(tiny_gpt2_char, monkeypatch, cla
         sign = -1 if "suppresses" in claim and effect.name != "attention" else 1
         means = sign * made[effect.name].mean(1)
         assert effect.at_least_as_strong == sum(means[1:] >= means[0])
+        if effect.decides and verdict == "supported":
+            assert ("on average, 1 of 2 as strong" in finding.reason) == (effect.at_least_as_strong == 1)
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2-char", "stories260k", "gpt-nano-sort"])

@@ -21,6 +21,8 @@ from conftest import tiny_model
 from torch import Tensor
 
 import ov_circuits as ov
+from ov_circuits.report.notebook import _TOKEN_TEXTS
+from ov_circuits.report.text import visible
 
 TEXT = "the people of the United States"
 
@@ -265,6 +267,33 @@ def test_what_frames_say_of_themselves_survives_a_file(tmp_path: Path) -> None:
         file = tmp_path / f"{name}.parquet"
         frame.to_parquet(file)
         assert pd.read_parquet(file).attrs == frame.attrs, name
+
+
+def test_tables_of_tokens_show_their_spaces() -> None:
+    """`` the`` and ``the`` are two tokens, and a browser drops the space."""
+    model = ov.load()
+    head = model.head("1.0")
+    for whole in (
+        ov.strongest_token_pairs(model, "1.0", k=3),
+        ov.largest_query_key_pairs(model, "1.0", k=3),
+        ov.span(head, [0, 1], k=3),
+        head.reads(k=3),
+        head.writes(" the", k=3),
+    ):
+        table = whole.head(20)
+        texts = table[[name for name in _TOKEN_TEXTS if name in table]].select_dtypes(exclude="number").stack()
+        spaced = {text for text in texts if text.startswith(" ")}
+        shown = str(table._repr_html_())
+        assert spaced and all(f"<td>{visible(text)}</td>" in shown for text in spaced), list(table)
+        assert pd.DataFrame(table)._repr_html_().count("<td>") == shown.count("<td>")
+
+
+def test_a_table_of_tokens_that_was_worked_on_shows_itself() -> None:
+    table = ov.strongest_token_pairs(ov.load(), "1.0", k=3)
+    numbers = table[["value"]].rename(columns={"value": "token"})
+    assert f"<td>{numbers['token'][0]:.6f}</td>" in str(numbers._repr_html_()), "not text, whatever its name"
+    assert "<table" in str(pd.concat([table, table], axis=1)._repr_html_())
+    assert "<table" in str(table.iloc[:0]._repr_html_())
 
 
 def test_a_scoreboard_without_rows_shows_itself() -> None:

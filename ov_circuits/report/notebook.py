@@ -48,6 +48,19 @@ _STYLE = """<style>
 .ov-box .ov-words{display:inline-block;min-width:24ch}
 .ov-box figure{margin:.5em 0}.ov-box figcaption{font-size:12.5px;opacity:.72}
 </style>"""
+# Columns of frames that hold a token's text, where they hold text.
+_TOKEN_TEXTS = (
+    "token",
+    "source",
+    "output",
+    "query",
+    "key",
+    "destination",
+    "next",
+    "text",
+    "runner_up_text",
+    "source_text",
+)
 _BLUE, _ORANGE, _TEAL = "#2f6db3", "#c26c1c", "#0b6764"
 _ROWS = 30
 _MAP_WIDTH = 64
@@ -184,6 +197,16 @@ def finding_html(finding: Finding) -> str:
         f"<p>{_e(finding.reason)}</p>",
         _table(header, rows, numbers=range(1, 5)) if rows else "",
     )
+
+
+def tokens_html(frame: pd.DataFrame) -> str | None:
+    """pandas' own table of a frame, with marks for what does not show of its tokens."""
+    plain = pd.DataFrame(frame)
+    if plain.columns.is_unique:
+        texts = [name for name in _TOKEN_TEXTS if name in plain and pd.api.types.is_string_dtype(plain[name])]
+        plain = plain.assign(**{name: plain[name].map(visible, na_action="ignore") for name in texts})
+    shown: str | None = plain._repr_html_()  # type: ignore[operator]
+    return shown
 
 
 def certificate_html(certificate: Certificate) -> str:

@@ -25,6 +25,7 @@ from ov_circuits.scores.broken import need_finite
 from ov_circuits.scores.pairs import need_embeddings
 from ov_circuits.scores.papers import ELHAGE
 from ov_circuits.scores.papers import MILLIDGE as SOURCE
+from ov_circuits.token_frame import TokenFrame
 from ov_circuits.words import token_id, token_text
 
 # Neighbouring singular values closer than this, relative to the larger, leave single vectors undetermined.
@@ -166,7 +167,7 @@ def reads(head: Head, k: int = 10, direction: int = 0) -> pd.DataFrame:
                 ids[head.index, direction].tolist(), values[head.index, direction].tolist(), strict=True
             ):
                 rows.append((end, side, token, token_text(head.model, token), value))
-    frame = pd.DataFrame(rows, columns=["end", "side", "id", "token", "value"])
+    frame = TokenFrame(rows, columns=["end", "side", "id", "token", "value"])
     frame.attrs |= _attrs(head, SOURCE) | {"direction": direction}
     return frame
 
@@ -215,7 +216,7 @@ def span(head: Head, pairs: Sequence[int], k: int = 10) -> pd.DataFrame:
         shares = best.values / vocabulary[best.indices].norm(dim=-1)
         for token, value, share in zip(best.indices.tolist(), best.values.tolist(), shares.tolist(), strict=True):
             records.append((side, token, token_text(model, token), value, share))
-    frame = pd.DataFrame(records, columns=["side", "id", "token", "value", "share"])
+    frame = TokenFrame(records, columns=["side", "id", "token", "value", "share"])
     frame.attrs |= _attrs(head, SOURCE) | {"pairs": chosen}
     return frame
 
@@ -231,6 +232,6 @@ def _ends_frame(head: Head, row: Tensor, k: int, names: tuple[str, str], token: 
     for name, best in ((names[0], row.topk(k)), (names[1], row.topk(k, largest=False))):
         for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
             records.append((name, token, token_text(model, token), value))
-    frame = pd.DataFrame(records, columns=["end", "id", "token", "value"])
+    frame = TokenFrame(records, columns=["end", "id", "token", "value"])
     frame.attrs |= _attrs(head, ELHAGE) | {"circuit": "W_E W_V W_O W_U", "source_token": token_text(model, token)}
     return frame

@@ -16,6 +16,7 @@ from ov_circuits.linalg.top_entries import top_entries
 from ov_circuits.model import Head, Model
 from ov_circuits.scores.broken import need_finite
 from ov_circuits.scores.papers import ELHAGE
+from ov_circuits.token_frame import TokenFrame
 from ov_circuits.words import token_id, token_list, token_text
 
 
@@ -127,7 +128,7 @@ def need_embeddings(model: Model, what: str) -> None:
 
 def _end(model: Model, name: str, entries: Entries, sides: tuple[str, str]) -> pd.DataFrame:
     rows, columns = entries.rows.tolist(), entries.columns.tolist()
-    return pd.DataFrame(
+    return TokenFrame(
         {
             "end": name,
             sides[0]: token_list(model, rows),
