@@ -652,6 +652,20 @@ def test_a_source_token_is_decomposed_by_head(tab, pages):
     page.wait_for_selector(".prompt-columns .lead:has-text('from its source tokens')")
 
 
+@pytest.mark.parametrize("scale", [1.0, -3e-3, -3e-5])
+def test_bars_of_small_numbers_keep_their_sign(tab, tmp_path, scale):
+    payload = make_payload()
+    source = payload["prompt"]["head_source"]
+    numbers = np.frombuffer(base64.b64decode(source["data"]), "<f4") * scale
+    source["data"] = base64.b64encode(numbers.astype("<f4").tobytes()).decode()
+    (tmp_path / "small.html").write_text(Dashboard(payload).html, "utf-8", newline="")
+    page = tab().open(tmp_path / "small.html", "#prompt")
+    page.wait_for_selector(".bar-axis span")
+    cut = """labels => labels.filter(label => label.getBoundingClientRect().left < label.closest('.scroll').getBoundingClientRect().left)
+                             .map(label => label.textContent)"""
+    assert page.locator(".bar-axis span").evaluate_all(cut) == []
+
+
 def test_the_patterns_of_a_layer_stand_side_by_side(tab, pages):
     page = tab().open(pages(), "#prompt")
     page.wait_for_selector(".pattern")

@@ -184,8 +184,11 @@ function tokenBars(tokens, values, { diverging, label, say }) {
       })),
       h('div.bar-label', {}, tokenChip(token)));
   });
-  const mark = (v) => h('span.num', { style: { top: `${((top - v) / span) * 110}px` } }, roundEnd(scale, v));
-  const axis = h('div.bar-axis', { 'aria-hidden': 'true' }, [...new Set([top, 0, bottom])].filter((v) => v === 0 || Math.abs(v) > 0.12 * span).map(mark));
+  const marks = [...new Set([top, 0, bottom])].filter((v) => v === 0 || Math.abs(v) > 0.12 * span).map((v) => [v, roundEnd(scale, v)]);
+  // As wide as its longest number: what does not fit is lost at the left, the sign first.
+  const longest = Math.max(...marks.map(([, text]) => text.length));
+  const axis = h('div.bar-axis', { 'aria-hidden': 'true', style: { '--longest': longest } },
+    marks.map(([v, text]) => h('span.num', { style: { top: `${((top - v) / span) * 110}px` } }, text)));
   const chart = h('div.token-bars', { role: 'img', 'aria-label': label, style: { '--zero': `${(top / span) * 100}%` } }, axis, columns);
   return h('div.scroll', { tabindex: '0', role: 'group', 'aria-label': label }, tellOnHover(chart, (k) => [
     h('strong', {}, tokenChip(tokens[k])), h('span.soft', {}, ` position ${k}`), h('div', {}, `${say} `, h('b.num', {}, format(values[k], { sign: diverging }))),
