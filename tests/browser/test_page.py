@@ -661,8 +661,9 @@ def test_bars_of_small_numbers_keep_their_sign(tab, tmp_path, scale):
     (tmp_path / "small.html").write_text(Dashboard(payload).html, "utf-8", newline="")
     page = tab().open(tmp_path / "small.html", "#prompt")
     page.wait_for_selector(".bar-axis span")
-    cut = """labels => labels.filter(label => label.getBoundingClientRect().left < label.closest('.scroll').getBoundingClientRect().left)
-                             .map(label => label.textContent)"""
+    cut = """labels => labels.filter(label =>
+        label.getBoundingClientRect().left < label.closest('.scroll').getBoundingClientRect().left
+    ).map(label => label.textContent)"""
     assert page.locator(".bar-axis span").evaluate_all(cut) == []
 
 
