@@ -264,6 +264,11 @@ def test_a_component_is_the_dense_rank_one_piece(tiny_gpt2_char, reference):
         B = dense[row.receiver]["K"]
         piece = S[row.component] * U[:, row.component, None] @ Vh[None, row.component]
         assert row.value == pytest.approx(norm(piece @ B) / (norm(piece) * norm(B)), rel=1e-4)
+        # x^T G x of a random unit vector x, tr G = 1: mean 1 / d, variance 2 (tr G^2 - 1 / d) / (d (d + 2)).
+        d, G = len(B), B @ B.T / norm(B) ** 2
+        std = (2 * (norm(G) ** 2 - 1 / d) / (d * (d + 2))) ** 0.5
+        assert row.null_mean == pytest.approx(d**-0.5)
+        assert row.z == pytest.approx((row.value**2 - 1 / d) / std, rel=1e-4)
 
 
 @pytest.mark.parametrize("read", ["Q", "K", "V", "O"])
@@ -286,6 +291,26 @@ def test_subspace_overlap_is_that_of_the_projections(tiny_folder, reference, rea
     n, heads = model.n_layers * model.n_heads, model.n_heads
     pairs = n * (n - 1) // 2 if read == "O" else sum(a // heads < b // heads for a in range(n) for b in range(n))
     assert len(frame) == pairs
+
+
+def test_a_space_is_as_large_as_its_matrix_has_rank(tiny_folders, reference, tmp_path):
+    """Three of the eight directions that head 1.0 reads with are sums of others: rounding is no direction."""
+    folder = shutil.copytree(tiny_folders("gpt2-untied"), tmp_path / "dependent")
+    tensors = load_file(folder / "model.safetensors")
+    W_Q = tensors["transformer.h.1.attn.c_attn.weight"][:, :8]
+    W_Q[:, 5:] = W_Q[:, :5] @ torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    dense, frame = reference(folder), subspace_overlap(ov.load(folder, view="raw"), read="Q")
+    frame = frame[frame["reader"] == "1.0"]
+    assert len(frame) == 4
+    W = dense.reader(1, "Q", 0)
+    reads = W @ torch.linalg.pinv(W, rtol=1e-5)
+    for row in frame.itertuples():
+        O = dense.W_O(0, int(row.writer[2:])).T  # noqa: E741
+        right = float((O @ torch.linalg.pinv(O) * reads).sum())
+        assert row.value == pytest.approx(right, rel=1e-5)
+        assert row.share == pytest.approx(right / 5, rel=1e-5)
+        assert row.null_mean == pytest.approx(5 * 8 / len(O))
 
 
 # -- in bounded memory ------------------------------------------------------------------------------------------------

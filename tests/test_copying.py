@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import ov_circuits as ov
 from ov_circuits.scores.copy_table import copy_table, disagreements
-from ov_circuits.scores.copying import ioi_copying, ioi_negative_copying, rank_copying
+from ov_circuits.scores.copying import _standard_error, ioi_copying, ioi_negative_copying, rank_copying
 from ov_circuits.scores.sources import SOURCES, source_embedding
 
 
@@ -222,8 +223,8 @@ def test_nan_stays_with_its_head(broken_head: Path, stories260k: Path) -> None:
 def test_every_number_over_tokens_has_its_chance(stories260k: Path) -> None:
     """Ranks drawn at random many times over: what each number would be, and how much it would vary."""
     model = ov.load(stories260k)
-    frame = rank_copying(model, ["1.4", "1.7"], ranks=100)
-    n, m, draws = model.architecture.n_vocab, 100, 4000
+    n, m, draws = model.architecture.n_vocab, 3, 4000  # so few that the median's spread is not yet its limit's
+    frame = rank_copying(model, ["1.4", "1.7"], ranks=m)
     ranks = torch.randint(n, (draws, n), generator=torch.Generator().manual_seed(0)).double()
     drawn = {f"rank_copying_{k}": (ranks < k).double().mean(1) for k in (1, 5, 10)}
     drawn |= {"mean_rank": ranks[:, :m].mean(1), "suppression_median_rank": ranks[:, :m].quantile(0.5, dim=1)}
@@ -235,6 +236,15 @@ def test_every_number_over_tokens_has_its_chance(stories260k: Path) -> None:
     assert not [name for name in rank_copying(model, ["1.4"], nulls=False) if name.endswith(("_z", "_null_mean"))]
     ioi = ioi_copying(model, names=["Lily", "Tim"])
     assert (ioi["ioi_copying_null_mean"] == 5 / n).all() and ioi["ioi_copying_z"].notna().all()
+
+
+def test_the_error_of_a_sample_is_that_of_all_samples_that_could_be_drawn() -> None:
+    ranks = torch.tensor([0, 3, 4, 11, 12, 40])
+    samples = [ranks[list(chosen)] for chosen in combinations(range(6), 4)]
+    spread = torch.stack([sample.double().mean() for sample in samples]).var(correction=0)
+    squared = [_standard_error(sample, len(ranks)) ** 2 for sample in samples]
+    assert sum(squared) / len(samples) == pytest.approx(float(spread), rel=1e-12)
+    assert _standard_error(ranks, len(ranks)) == 0
 
 
 def test_a_list_of_names_is_stripped_and_not_empty(tiny_gpt2_char: Path) -> None:

@@ -940,7 +940,10 @@ def test_every_familys_attended_sources(variant, reach):
 
 @pytest.mark.parametrize("variant", BASES)
 def test_every_familys_logits_and_losses(variant, tmp_path, assert_close):
-    """Contributions are the ledger's; the loss saved is what the model itself gives without the write before its unembedding."""
+    """Contributions are the ledger's; the loss saved is what the model itself gives without the write before its unembedding.
+
+    Its derivative is autograd's, through the softcap.
+    """
     tiny(variant).save_pretrained(tmp_path)
     model = ov.load(tmp_path, view="raw")
     if not model.can_run:
@@ -950,7 +953,8 @@ def test_every_familys_logits_and_losses(variant, tmp_path, assert_close):
     (doc,) = documents(9, lengths=(6,))
     heads = ov.scan(model, [doc], window=6, bos=False, settings=EVERYTHING).heads
     trace = model.trace(doc, bos=False)
-    logits, saved = torch.zeros(len(heads), dtype=torch.float64), torch.zeros(len(heads), dtype=torch.float64)
+    logits, saved, linear = torch.zeros(3, len(heads), dtype=torch.float64)
+    cap, scale, W_U = model.architecture.logit_softcap, model.architecture.logit_scale, model.source.unembedding.double()
     for t, following in enumerate(doc[1:]):
         entries = (
             trace.ledger(following, position=t).query("component == 'head'").groupby("head", sort=False)["value"].sum()
@@ -971,5 +975,11 @@ def test_every_familys_logits_and_losses(variant, tmp_path, assert_close):
 
             there = scanning.run(model, torch.tensor([doc]), edits=Edits(final=without)).logits[0, t].double()
             saved[i] += cross_entropy(there, torch.tensor(following)) - loss
+            share, given = torch.ones((), dtype=torch.float64, requires_grad=True), trace.logits[t].double()
+            uncapped = given if cap is None else cap * (given / cap).atanh()
+            left = uncapped - (1 - share) * scale * (carried.double() @ W_U)
+            cross_entropy(left if cap is None else cap * (left / cap).tanh(), torch.tensor(following)).backward()
+            linear[i] -= share.grad
     assert_close(column(heads, "logit"), logits / (len(doc) - 1), 1e-4)
     assert_close(column(heads, "loss_saved"), saved / (len(doc) - 1), 1e-4)
+    assert_close(column(heads, "loss_saved_linear"), linear / (len(doc) - 1), 1e-4)

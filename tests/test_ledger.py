@@ -222,6 +222,15 @@ def test_an_account_into_a_query_or_a_key_closes_on_the_attention_score(running_
             assert abs(first.attrs["residual"]) <= 1e-5 * size
 
 
+def test_a_position_that_attends_to_itself_has_accounts_too(tiny_gpt2_char, accounts, reference):
+    model, trace, _ = accounts(tiny_gpt2_char)
+    ref, x = reference(tiny_gpt2_char), trace.record.layers[1].attention_input[3].double()
+    query, key = (x @ ref.reader(1, side, 0) + ref.bias(1, side, 0) for side in ("Q", "K"))
+    for side in ("Q", "K"):
+        account = trace.ledger_into("1.0", side, source=3, destination=3)
+        assert account["value"].sum() == pytest.approx(float(query @ key) / ref.d_head**0.5, rel=1e-4)
+
+
 def test_the_entry_of_a_component_into_a_query_is_the_gradient_of_the_score(tiny_gpt2_char, accounts, reference):
     model, trace, _ = accounts(tiny_gpt2_char)
     ref, t, s = reference(tiny_gpt2_char), len(trace) - 1, 2

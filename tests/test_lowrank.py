@@ -215,6 +215,15 @@ def test_singular_values_are_those_of_the_dense_matrix(case):
     assert (product.singular_values.diff(dim=-1) <= 0).all()
 
 
+def test_singular_values_of_factors_too_uneven_for_their_gram_matrices():
+    """Factors of condition 1e7 whose product is a rotation: a Gram matrix's root has lost the small directions."""
+    generator = torch.Generator().manual_seed(0)
+    outer, inner = (torch.linalg.qr(torch.randn(n, 4, generator=generator, dtype=torch.float64)).Q for n in (50, 4))
+    sizes = torch.logspace(0, -7, 4, dtype=torch.float64)
+    product = LowRank((outer * sizes) @ inner.T, (inner / sizes) @ outer.T)
+    assert float((product.singular_values - 1).abs().max()) < 1e-6
+
+
 @given(cases, st.integers(1, 12))
 @example(Case(6, 6, 4, kind="zero"), 4)
 @example(Case(2, 5, 4), 9)

@@ -142,3 +142,12 @@ def test_token_pairs_need_embeddings_and_finite_weights(gpt2_small_attention, ti
         strongest_token_pairs(ov.load(gpt2_small_attention), "0.0")
     with pytest.raises(CircuitsError, match="from 1 on"):
         strongest_token_pairs(ov.load(tiny_gpt2_char), "0.0", k=0)
+
+
+def test_entries_that_tie_go_by_row_then_column_of_the_matrix_and_not_of_the_sorted_factors():
+    """[[1, 2], [2, 4]], its rows and columns by falling norm."""
+    factor, ids = torch.tensor([[2.0], [1.0]], dtype=torch.float64), torch.tensor([1, 0])
+    end = module._End(factor, factor, ids, ids, 2, 1)
+    end.offer(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]))
+    found = end.entries()
+    assert found.rows.tolist() == [1, 0] and found.columns.tolist() == [1, 1] and found.values.tolist() == [4, 2]

@@ -65,6 +65,11 @@ def test_a_broken_row_is_left_out_and_few_points_have_a_map():
     assert one.tolist() == [[0.0, 0.0]]
 
 
+def test_heads_of_one_space_have_one_place_where_rounding_takes_them_for_more_than_alike():
+    places, shares = principal_components(torch.tensor([[8, 8 + 1e-6], [8 + 1e-6, 8]]))
+    assert places.tolist() == [[0, 0], [0, 0]] and shares == (0, 0)
+
+
 def test_the_spectrums_band_keeps_the_factors_spectra_and_turns_what_is_between(story):
     head = story.head("2.5")
     frame = spectrum(head, draws=40, seed=1)

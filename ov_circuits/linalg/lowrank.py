@@ -351,10 +351,6 @@ class Sandwich(LowRank):
         rows = self._outer_left[torch.as_tensor(index, device="cpu")] @ self._inner.left
         return (rows @ self._inner.right) @ self._outer_right
 
-    @property
-    def _n_singular(self) -> int:
-        return min(*self.shape[-2:], *self._inner.left.shape[-2:])
-
     @cached_property
     def root_left(self) -> Tensor:
         """Of E A, by way of E^T E: the Gram matrix squares E's condition number, but not A's."""
