@@ -79,6 +79,21 @@ def test_turned_factors_keep_their_own_spectra(many):
         assert torch.allclose(turned.ov.singular_values.prod(-1), factors[0] * factors[1])
 
 
+def test_a_turned_value_bias_is_what_the_turned_head_writes_of_it(tiny_folders):
+    circuits = LayerCircuits(ov.load(tiny_folders("gpt2-untied")), 1)
+    chance = LayerDraws(Draws(circuits.model, draws=2), circuits.weights, circuits.ov, circuits.qk)
+    layer = circuits.weights
+    for R, turned in zip(chance._draws.inside, chance._factors, strict=True):
+        right = torch.stack([(b @ R @ W).norm() for b, W in zip(layer.b_V.double(), layer.W_O.double(), strict=True)])
+        torch.testing.assert_close(turned.value_bias, right, rtol=1e-6, atol=0)
+
+
+def test_the_spread_of_an_odd_score_is_about_zero(many):
+    """Its mean over draws is known: what the draws are off by is spread, too."""
+    null = many[2].null("factors", lambda chance: torch.full((8,), 3.0), odd=True)
+    assert null.mean.tolist() == [0] * 8 and null.std.tolist() == [3] * 8
+
+
 def test_the_board_carries_null_mean_and_z_for_every_score_and_a_seed_fixes_them(stories260k):
     model = ov.load(stories260k)
     board = ov.scoreboard(model, tokens=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import ov_circuits as ov
 from ov_circuits import CircuitsError
 from ov_circuits.cli import app
+from ov_circuits.scores.compare import _spaces
 
 
 @pytest.fixture
@@ -97,6 +99,15 @@ def test_a_change_of_one_head_is_that_heads_alone_and_another_basis_inside_a_hea
     assert frame["ov_change"].idxmax() == "1.2" and 1e-5 < frame.loc["1.2", "ov_change"] < 1e-2
     assert frame["ov_change"].drop("1.2").max() < 1e-6
     assert frame.loc["1.2", "write_angle"] > 1e-4 > frame["write_angle"].drop("1.2").max()
+
+
+@pytest.mark.parametrize("angle", [1e-9, 1e-4, 1.0])
+def test_small_angles_between_spaces_keep_their_digits(angle):
+    a = torch.tensor([[[1.0], [0.0], [0.0]]], dtype=torch.float64)
+    b = torch.tensor([[[math.cos(angle)], [math.sin(angle)], [0.0]]], dtype=torch.float64)
+    found, overlap = _spaces(a, b)
+    assert float(found) == pytest.approx(math.degrees(angle), rel=1e-9)
+    assert float(overlap) == pytest.approx(math.cos(angle) ** 2)
 
 
 def test_models_that_cannot_be_compared_are_said(tiny_folders, stories260k):

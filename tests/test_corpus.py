@@ -954,7 +954,11 @@ def test_every_familys_logits_and_losses(variant, tmp_path, assert_close):
     heads = ov.scan(model, [doc], window=6, bos=False, settings=EVERYTHING).heads
     trace = model.trace(doc, bos=False)
     logits, saved, linear = torch.zeros(3, len(heads), dtype=torch.float64)
-    cap, scale, W_U = model.architecture.logit_softcap, model.architecture.logit_scale, model.source.unembedding.double()
+    cap, scale, W_U = (
+        model.architecture.logit_softcap,
+        model.architecture.logit_scale,
+        model.source.unembedding.double(),
+    )
     for t, following in enumerate(doc[1:]):
         entries = (
             trace.ledger(following, position=t).query("component == 'head'").groupby("head", sort=False)["value"].sum()

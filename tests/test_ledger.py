@@ -223,7 +223,7 @@ def test_an_account_into_a_query_or_a_key_closes_on_the_attention_score(running_
 
 
 def test_a_position_that_attends_to_itself_has_accounts_too(tiny_gpt2_char, accounts, reference):
-    model, trace, _ = accounts(tiny_gpt2_char)
+    _, trace, _ = accounts(tiny_gpt2_char)
     ref, x = reference(tiny_gpt2_char), trace.record.layers[1].attention_input[3].double()
     query, key = (x @ ref.reader(1, side, 0) + ref.bias(1, side, 0) for side in ("Q", "K"))
     for side in ("Q", "K"):

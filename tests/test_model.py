@@ -588,3 +588,9 @@ def test_an_unembedding_that_differs_from_the_tied_embedding_is_used_as_transfor
             E, U = model.W_E.double(), model.W_U.double()
             assert torch.allclose(model.grams.cross, U @ E)
             assert torch.allclose(model.grams.write, U @ U.T)
+
+
+def test_positions_are_centred_as_other_writers_are(tiny_gpt2_char):
+    raw, centred = (ov.load(tiny_gpt2_char, view=view).W_pos for view in ("raw", "centred"))
+    assert float(raw.mean(1).abs().max()) > 1e-4
+    torch.testing.assert_close(centred, raw - raw.mean(1, keepdim=True), rtol=0, atol=1e-6)

@@ -217,3 +217,9 @@ def test_normal_tail_and_z():
     assert float(normal_tail(torch.tensor(1.959964))) == pytest.approx(0.025, rel=1e-5)
     assert 0 < float(normal_tail(torch.tensor(30.0))) < 1e-190
     assert float(Null(torch.tensor(1.0), torch.tensor(2.0)).z(torch.tensor(5.0))) == 2
+
+
+def test_a_null_without_spread_has_no_z():
+    null = Null(torch.zeros(3, dtype=torch.float64), torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64))
+    z = null.z(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))
+    assert z.isnan().tolist() == [True, False, True] and z[1] == 0.5

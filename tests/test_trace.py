@@ -15,6 +15,7 @@ from tiny_families import tiny
 
 import ov_circuits as ov
 from ov_circuits import CircuitsError
+from ov_circuits.trace import engines
 
 
 def prompt_for(model, length=9):
@@ -347,3 +348,11 @@ def test_a_trace_with_senseless_facts_is_refused(tmp_path, facts):
 def test_attention_weights_alone_cannot_run_and_say_so(gpt2_small_attention):
     with pytest.raises(CircuitsError, match=r"wte\.weight"):
         ov.load(gpt2_small_attention).trace([1, 2])
+
+
+def test_a_batch_is_never_larger_than_it_may_be(stories260k, monkeypatch):
+    """Its positions, padding included; a prompt that is too long by itself runs alone."""
+    monkeypatch.setattr(engines, "_BATCH_TOKENS", 12)
+    prompts = [[1] * n for n in (4, 4, 4, 4, 6, 6, 1, 13, 2)]
+    found = [[len(tokens) for tokens in batch] for batch in engines.batches(ov.load(stories260k), prompts)]
+    assert found == [[4, 4, 4], [4, 6], [6, 1], [13], [2]]
