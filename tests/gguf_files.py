@@ -6,7 +6,7 @@ None of the package's code is used. Names come from gguf-py's own table, as in t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +312,24 @@ SAMPLES = {
         ),
     ]
 }
+
+# The largest models of two families, which llama.cpp knows by their number of layers, scale scores by d_model / n_heads.
+for _name, _changes in {
+    "gemma2": dict(num_hidden_layers=46),
+    "gemma3": dict(
+        num_hidden_layers=62,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+}.items():
+    _small = SAMPLES[_name]
+    SAMPLES[f"{_name}-27b"] = replace(
+        _small,
+        settings=_small.settings | _changes | dict(query_pre_attn_scalar=8),
+        metadata=_small.metadata | ({"rope.freq_base_swa": lambda c: 50.0} if _name == "gemma3" else {}),
+    )
 
 
 def sample_model(sample: Sample, seed: int = 0) -> Any:

@@ -202,6 +202,8 @@ def test_the_previous_token_head_composes_with_every_induction_head(tiny_gpt2_ch
     ("1.0 copies", (2.0, 3.0, -3.0), "supported", "other heads of its layer"),
     ("1.0 suppresses", (-2.0, -0.5, 0.6), "supported", "other heads of its layer"),
     ("1.0 suppresses", (2.0, 0.5, 0.6), "not supported", "which is not below zero"),
+    ("1.0 suppresses", (-0.15, 2.0, 2.0), "not supported", "which is not below zero"),
+    ("1.0 suppresses", (-2.0, -1.9, -1.9), "not supported", "no more than other heads"),
 ])  # fmt: skip
 def test_a_verdict_is_that_of_intervals_by_hand(tiny_gpt2_char, monkeypatch, claim, direct, verdict, reason):
     """Numbers made up; intervals by a bootstrap of numpy's, prompts drawn for the head and the others together."""

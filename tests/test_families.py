@@ -910,6 +910,31 @@ def test_a_model_in_fused_attention_that_trains_gives_its_patterns_and_is_put_ba
     assert network.training and network.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_part_of_a_layers_heads_is_what_the_layer_has(variant):
+    """What is read of a layer too large for memory: a group's heads, with every scale and gain of the family."""
+    model = ov.load(tiny(variant))
+    a = model.architecture
+    heads = range(a.group_size, 2 * a.group_size) if a.n_kv_heads > 1 else range(1, 3)
+    span = slice(heads.start, heads.stop)
+    for view in ("raw", "folded"):
+        whole, part = model.in_view(view).layer(1), model.in_view(view).layer_part(1, heads)
+        for role in ("W_Q", "W_O", "b_Q"):
+            found, right = getattr(part, role), getattr(whole, role)
+            assert (found is None) == (right is None), role
+            if found is not None:
+                assert found.shape == right[span].shape and relative_error(found, right[span]) < 1e-6, role
+        for circuit in ("ov", "qk"):
+            found, right = getattr(part, circuit), getattr(whole, circuit)
+            assert relative_error(found.left @ found.right, (right.left @ right.right)[span]) < 1e-6, circuit
+
+
+def test_bigcode_does_not_read_what_gpt2_divides_by():
+    """An entry that a config converted from GPT-2's may keep: its layers' scores are not divided by their number."""
+    model = ov.load(tiny("gpt_bigcode", scale_attn_by_inverse_layer_idx=True))
+    assert {check.name: check.passed for check in model.verify().checks}["query-key pattern"]
+
+
 # -- a second oracle ------------------------------------------------------------------------------------------------------------
 
 
