@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import hf_model, relative_error
 from safetensors.torch import load_file, save_file
-from tiny_families import with_images
+from tiny_families import tiny, with_images
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -101,6 +101,32 @@ def test_adapted_heads_and_their_updates(adapter, tmp_path, name, settings):
             assert relative_error(head.dense(), dense[-1]) < 1e-5
             values = torch.linalg.svdvals(dense[-1])
             assert relative_error(head.singular_values, values[: head.singular_values.shape[-1]]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("granite", ["v_proj", "o_proj"]),
+        ("gemma2", ["v_proj", "o_proj"]),
+        ("olmo2", ["v_proj", "o_proj"]),
+        ("phi3", ["qkv_proj", "o_proj"]),
+        ("gpt_neox", ["query_key_value", "attention.dense"]),
+    ],
+)
+def test_updates_of_every_kind_of_write(tmp_path, family, modules):
+    """Scaled as Granite's, through a norm after attention as Gemma 2's and OLMo 2's, of fused projections as Phi-3's and NeoX's."""
+    from peft import LoraConfig, get_peft_model
+
+    network = tiny(family)
+    network.save_pretrained(tmp_path / "base")
+    settings = LoraConfig(r=3, target_modules=modules, init_lora_weights=False)
+    get_peft_model(network, settings).save_pretrained(tmp_path / "adapter")
+    ours, plain = ov.load(tmp_path / "base", adapter=tmp_path / "adapter"), ov.load(tmp_path / "base")
+    for view in ("raw", ours.view):
+        adapted, before = ours.in_view(view), plain.in_view(view)
+        moved = adapted.layer(1).ov.dense().double() - before.layer(1).ov.dense().double()
+        assert float(moved.abs().max()) > 1e-3
+        assert relative_error(adapted.ov_update(1).dense(), moved) < 1e-5, view
 
 
 @pytest.mark.parametrize("older_names", [False, True])
